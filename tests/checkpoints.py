@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import nn
 
 from detr_bf.engine.checkpoint import rng_state
+from detr_bf.engine.state import Progress
 
 
 def training(step: int = 4, parameter: nn.Parameter | None = None) -> dict[str, Any]:
@@ -16,11 +18,10 @@ def training(step: int = 4, parameter: nn.Parameter | None = None) -> dict[str, 
     optimizer = torch.optim.AdamW([parameter])
     parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    progress = {"step": step, "evaluated_step": 0, "best_score": 0.25, "skipped": 0, "replaced": 0}
     return {
         "optimizer": optimizer.state_dict(),
         "scaler": {},
-        "progress": progress,
+        "progress": asdict(Progress(step=step, best_score=0.25)),
         "rng": [rng_state()],
         "averaged": 0,
     }

@@ -152,7 +152,9 @@ def test_settings_of_a_file_that_make_no_classifier_name_the_file(
 def state_of(folder: Path, model: nn.Module) -> TrainingState:
     optimizer = torch.optim.AdamW([next(model.parameters())], fused=True)
     scaler = torch.amp.GradScaler("cpu", enabled=False)
-    state = TrainingState(model, None, optimizer, scaler, folder=RunFolder(folder), class_map=CLASSES, config={})
+    state = TrainingState(
+        model, None, optimizer, scaler, folder=RunFolder(folder), class_map=CLASSES, config={}, data={}
+    )
     state.progress = Progress(step=3)
     return state
 

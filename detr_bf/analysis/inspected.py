@@ -26,7 +26,7 @@ from detr_bf.config import ClassifierConfig, DetectionConfig, RunConfig, config_
 from detr_bf.data.batches import SampleKey
 from detr_bf.engine import build_and_load, checkpoint_of, load_checkpoint
 from detr_bf.errors import InputError
-from detr_bf.structures import Batch, Target, TokenBatch
+from detr_bf.structures import Batch, ClassMap, Target, TokenBatch
 from detr_bf.tasks import task_of
 from detr_bf.text import listed, printable
 
@@ -64,15 +64,15 @@ class InspectedRun(ABC):
     Args:
         name: of the run.
         config: of the run.
-        num_classes: of the checkpoint.
+        classes: of the checkpoint.
     """
 
-    def __init__(self, name: str, model: nn.Module, config: RunConfig, num_classes: int) -> None:
+    def __init__(self, name: str, model: nn.Module, config: RunConfig, classes: ClassMap) -> None:
         self.name = name
         self.device = device_of(config)
         self.model = model.to(self.device).eval()
         self.config = config
-        self.num_classes = num_classes
+        self.classes = classes
 
     @property
     @abstractmethod
@@ -92,8 +92,8 @@ class InspectedRun(ABC):
         task = task_of(self.config)
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(self.config.seed)
-            model = task.build_model(self.num_classes, pretrained=not self.config.init_from)
-            task.initialize(model)
+            model = task.build_model(self.classes.num_classes, pretrained=not self.config.init_from)
+            task.initialize(model, self.classes)
         return model.to(self.device).eval()
 
     def find(self, name: str) -> int:
@@ -116,7 +116,7 @@ class InspectedDetector(InspectedRun):
     """A detector."""
 
     def __init__(self, name: str, model: nn.Module, config: DetectionConfig, data: Any) -> None:
-        super().__init__(name, model, config, data.class_map.num_classes)
+        super().__init__(name, model, config, data.class_map)
         self.settings = config
         self.data = data
 
@@ -148,7 +148,7 @@ class InspectedClassifier(InspectedRun):
     """A ViT classifier; the class token and other prefix tokens are no part of its map."""
 
     def __init__(self, name: str, model: nn.Module, config: ClassifierConfig, data: Any) -> None:
-        super().__init__(name, model, config, data.class_map.num_classes)
+        super().__init__(name, model, config, data.class_map)
         self.data = data
         self.pixels = Pixels(config.data.transforms.mean, config.data.transforms.std)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
@@ -29,6 +29,7 @@ from detr_bf.engine import (
     make_loggers,
     parameter_groups,
 )
+from detr_bf.engine.checkpoint import stored_classes
 from detr_bf.errors import InputError
 from detr_bf.files import cache_folder, check_weights
 from detr_bf.published import find_weights
@@ -66,6 +67,45 @@ def check_same_classes(class_map: ClassMap, resume_from: Checkpoint | None, fold
             f"{_differences(resume_from.classes, class_map)}. Resume with the same data, or start anew with "
             f"init_from={folder.last}"
         )
+
+
+def changed_splits(
+    config: RunConfig, data: Mapping[str, Mapping[str, Any]], resume_from: Checkpoint | None, folder: RunFolder
+) -> set[str]:
+    """Return the splits that are not those of the checkpoint, each with a warning.
+
+    Args:
+        data: fingerprints of the splits.
+
+    Raises:
+        InputError: the images of a divided data set are divided in another way, so that images of training may have
+            become validation images.
+    """
+    if resume_from is None:
+        return set()
+    before: Mapping[str, Any] = resume_from.state_to_resume(str(folder.last)).get("data", {})
+    changed = {split: before[split] for split in data if split in before and data[split] != before[split]}
+    described = [
+        f"data.{split} had {_counted(was)}, has {_counted(data[split])}"
+        + (" (others, or other objects)" if _counted(was) == _counted(data[split]) else "")
+        for split, was in changed.items()
+    ]
+    divided = isinstance(config, DetectionConfig) and (config.data.val_fraction or config.data.folds)
+    if divided and "val" in changed and changed["val"].get("files") != data["val"]["files"]:
+        raise InputError(
+            f"{folder.last} was trained on other images than data.val_fraction or data.folds now leave for training "
+            f"({'; '.join(described)}): validation would use images that were trained on. Resume with the same data "
+            "and settings of the division, or start a new run in another output_dir"
+        )
+    for text in described:
+        logger.warning("resuming with other data than the run was started with: %s", text)
+    if "val" in changed:
+        logger.warning("scores on other validation data are not compared: the next evaluation replaces %s", folder.best)
+    return set(changed)
+
+
+def _counted(fingerprint: Mapping[str, Any]) -> str:
+    return f"{fingerprint.get('images')} images with {fingerprint.get('objects')} objects"
 
 
 def _differences(trained: ClassMap, found: ClassMap) -> str:
@@ -108,7 +148,7 @@ def learning_rate(config: RunConfig, batches_per_epoch: int) -> LearningRate:
     """Return the schedule over the steps of the run; image models add a warm-up in epochs and a final rate above 0.
 
     A warm-up longer than the run, such as that of a recipe in a short fine-tuning, becomes a tenth of all steps, with a
-    warning. A trial run that ``train.max_steps`` ends keeps the warm-up of the whole run.
+    warning. A run that ``train.max_steps`` ends early has the schedule of the whole run, to go on without a jump.
     """
     optimizer, steps_per_epoch = config.optimizer, math.ceil(batches_per_epoch / config.train.accumulate)
     warmup_epochs, min_factor = 0.0, 0.0
@@ -119,10 +159,9 @@ def learning_rate(config: RunConfig, batches_per_epoch: int) -> LearningRate:
     flat = optimizer.schedule == "flat_cosine"
     if flat:
         min_factor = optimizer.final_factor
-    steps = min(total, config.train.max_steps or total)
     warmup_steps = optimizer.warmup_steps + round(warmup_epochs * steps_per_epoch)
-    if steps == total:
-        warmup_steps = _fitting_warmup(config, total, warmup_steps, warmup_epochs)
+    warmup_steps = _fitting_warmup(config, total, warmup_steps, warmup_epochs)
+    if (config.train.max_steps or total) >= total:
         drops = [epoch for epoch in optimizer.drop_epochs if 0 < epoch < config.train.epochs]
         if optimizer.schedule == "step" and not drops:
             logger.warning(
@@ -132,7 +171,7 @@ def learning_rate(config: RunConfig, batches_per_epoch: int) -> LearningRate:
             )
     return LearningRate(
         schedule=optimizer.schedule,
-        total_steps=total if flat else steps,
+        total_steps=total,
         warmup_steps=warmup_steps,
         drop_steps=tuple(epoch * steps_per_epoch for epoch in optimizer.drop_epochs),
         drop_factor=optimizer.drop_factor,
@@ -165,6 +204,7 @@ def train_settings(config: RunConfig, num_images: int, *, unused_parameters: boo
     return TrainSettings(
         epochs=train.epochs,
         max_steps=train.max_steps,
+        batch_images=min(num_images, train.batch_size * distributed.world_size()),
         accumulate=train.accumulate,
         clip_norm=config.optimizer.clip_norm,
         log_every=train.log_every,
@@ -182,8 +222,14 @@ def train_settings(config: RunConfig, num_images: int, *, unused_parameters: boo
     )
 
 
-def metrics_log(config: RunConfig, folder: RunFolder, resume_from: Checkpoint | None) -> MetricsLog | None:
-    """Return the log of rank 0; None on the other ranks."""
+def metrics_log(
+    config: RunConfig, folder: RunFolder, resume_from: Checkpoint | None, *, new_val: bool = False
+) -> MetricsLog | None:
+    """Return the log of rank 0; None on the other ranks.
+
+    Args:
+        new_val: the records that are kept are of other validation data.
+    """
     if not distributed.is_main():
         return None
     kept = None
@@ -192,7 +238,7 @@ def metrics_log(config: RunConfig, folder: RunFolder, resume_from: Checkpoint | 
         check_weights(resume_from.model, str(folder.last))
         kept = {"train": progress["step"], "val": progress["evaluated_step"]}
     settings = flatten_settings(config_to_dict(config))
-    return MetricsLog(folder.metrics, kept, make_loggers(config.train.loggers, folder, settings, kept))
+    return MetricsLog(folder.metrics, kept, make_loggers(config.train.loggers, folder, settings, kept), new_val)
 
 
 def build_groups(config: DetectionConfig, model: Detector) -> list[dict[str, Any]]:
@@ -230,6 +276,11 @@ def read_initial_weights(path: Path) -> dict[str, torch.Tensor]:
     from detr_bf import interop  # needed only with init_from
 
     return interop.read_weights(checkpoint_of(find_weights(path)))
+
+
+def initial_classes(path: str) -> ClassMap | None:
+    """Return the classes of a checkpoint of ours, see :func:`read_initial_weights`; None for other weights."""
+    return stored_classes(checkpoint_of(find_weights(path)))
 
 
 def choose_grey_bits(data: LoadingConfig, folder: Path, names: Sequence[str]) -> None:

@@ -265,6 +265,15 @@ class LabelledImageSet(Dataset[LabelledImage]):
         image = self.transform(pixels, key.sample_seed(self.seed))
         return LabelledImage(image, self.labels[index], index, key.epoch, replaced)
 
+    def fingerprint(self) -> dict[str, Any]:
+        """Return ``sha256`` of class names, labels and file names, and the numbers ``images`` and ``objects``.
+
+        No image is read: of images in memory the labels alone count.
+        """
+        names = list(self.images.names) if isinstance(self.images, FileImages) else []
+        content = json.dumps([self.class_map.names, self.label_sets or self.labels, names]).encode()
+        return {"sha256": hashlib.sha256(content).hexdigest(), "images": len(self), "objects": len(self)}
+
     @property
     def class_counts(self) -> tuple[int, ...]:
         """Number of images of each class."""

@@ -204,7 +204,7 @@ class TrainConfig:
     """Length, batch size and precision of training."""
 
     epochs: int = positive(300)  # passes over the training data
-    max_steps: int | None = positive(None, STEPS)  # stop after this many optimizer steps; null: train all epochs
+    max_steps: int | None = positive(None, STEPS)  # end early, at this optimizer step; null: train all epochs
     batch_size: int = positive(2)  # images per batch of one process
     accumulate: int = positive(1)  # batches per optimizer step of one process
     precision: str = choice("float32", "bf16", "fp16", "auto")  # auto: float32 on a CPU, bf16 or else fp16 on a GPU

@@ -50,7 +50,7 @@ class Segmentations:
     def __init__(self, parts: Iterable[tuple[Part, ...]]) -> None:
         objects = list(parts)
         flat = [part for parts_of_object in objects for part in parts_of_object]
-        self._bytes = b"".join(part.data for part in flat)
+        self.run_lengths_and_polygons = b"".join(part.data for part in flat)
         self._byte_starts = _starts(len(part.data) for part in flat)  # (parts + 1,)
         self._sizes = torch.tensor([part.size for part in flat], dtype=torch.int32).reshape(-1, 2)
         self._part_starts = _starts(map(len, objects))  # (objects + 1,)
@@ -72,7 +72,7 @@ class Segmentations:
         """Return the union of all parts of an object as compressed run lengths."""
         found = []
         for part in range(int(self._part_starts[number]), int(self._part_starts[number + 1])):
-            data = self._bytes[int(self._byte_starts[part]) : int(self._byte_starts[part + 1])]
+            data = self.run_lengths_and_polygons[int(self._byte_starts[part]) : int(self._byte_starts[part + 1])]
             height, width = self._sizes[part].tolist()
             if height:
                 _check_size((height, width), size)

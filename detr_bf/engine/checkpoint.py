@@ -145,8 +145,12 @@ def _check_training(training: Mapping[Any, Any], path: Path) -> None:
     progress = _mapping(training.get("progress"), "training.progress", path)
     steps: Any = [progress.get("step"), progress.get("evaluated_step")]
     numbers = all(value is None or _is_number(value) for value in progress.values())
-    if not (_is_list_of(steps, int) and numbers and 0 <= steps[1] <= steps[0] <= _MAX_STEPS):
+    place: Any = [progress.get("epoch", 0), progress.get("images", 0)]
+    counts = _is_list_of([*steps, *place], int) and all(0 <= count <= _MAX_STEPS for count in (*steps, *place))
+    if not (counts and numbers and steps[1] <= steps[0]):
         raise _malformed(path, "training.progress", "numbers, among them 'step' and 'evaluated_step'")
+    for split, found in _mapping(training.get("data", {}), "training.data", path).items():
+        _mapping(found, f"training.data.{split}", path)
     if not _is_list_of([training.get("averaged")], int):
         raise _malformed(path, "training.averaged", "a number of steps")
     states: Any = training.get("rng")
@@ -212,6 +216,20 @@ def is_checkpoint(path: Path) -> bool:
     """Return True for a checkpoint of this package, of any version; False for other weights."""
     content = None if path.suffix == ".safetensors" else read_torch(path)
     return isinstance(content, dict) and {"class_map", "config"} <= set(content)
+
+
+def stored_classes(path: Path) -> ClassMap | None:
+    """Return the classes of a checkpoint of this package; None for other weights, and for a model without classes.
+
+    Raises:
+        InputError: see :func:`detr_bf.files.read_torch`; the classes are damaged.
+    """
+    content = None if path.suffix == ".safetensors" else read_torch(path)
+    if not (isinstance(content, dict) and {"class_map", "config"} <= set(content)):
+        return None
+    check_stored(content["config"], content["class_map"], path)
+    classes = ClassMap.from_dict(content["class_map"])
+    return classes if classes.num_classes else None
 
 
 def load_strict(model: nn.Module, weights: Mapping[str, Tensor], source: str, *, finite: bool = True) -> None:

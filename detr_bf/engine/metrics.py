@@ -45,13 +45,18 @@ class MetricsLog:
         resume_from: the last step of each kind that a resumed run keeps, so that no record appears twice. Damaged lines
             are dropped with a warning.
         loggers: objects that get the same numbers after the file has them; context managers are entered here.
+        new_val: the records that are kept are of other validation data, and lose their score, which chooses the best.
 
     Raises:
         InputError: a logger of a new run cannot be started; a resumed run goes on without it, with a warning.
     """
 
     def __init__(
-        self, path: Path, resume_from: Mapping[str, int] | None = None, loggers: Sequence[Logger] = ()
+        self,
+        path: Path,
+        resume_from: Mapping[str, int] | None = None,
+        loggers: Sequence[Logger] = (),
+        new_val: bool = False,
     ) -> None:
         self._loggers: list[Logger] = []
         with ExitStack() as started:
@@ -64,7 +69,8 @@ class MetricsLog:
                     if not resume_from:
                         raise
                     logger.warning("%s. The resumed run goes on without it", error)
-            write_text(path, "".join(f"{line}\n" for line in _kept(path, resume_from)) if resume_from else "")
+            kept = _kept(path, resume_from, scores=not new_val) if resume_from else []
+            write_text(path, "".join(f"{line}\n" for line in kept))
             self._file = path.open("a", encoding="utf-8")
             self._started = started.pop_all()
 
@@ -285,7 +291,7 @@ def training_line(means: Mapping[str, float]) -> str:
     return ", ".join(parts)
 
 
-def _kept(path: Path, resume_from: Mapping[str, int]) -> list[str]:
+def _kept(path: Path, resume_from: Mapping[str, int], *, scores: bool) -> list[str]:
     """Return the lines whose records a resumed run keeps."""
     lines = read_records(path)
     if damaged := [number for number, (_, record) in enumerate(lines, start=1) if record is None]:
@@ -296,4 +302,9 @@ def _kept(path: Path, resume_from: Mapping[str, int]) -> list[str]:
             len(lines),
             damaged[0],
         )
-    return [line for line, record in lines if record is not None and record["step"] <= resume_from[record["kind"]]]
+    kept = []
+    for line, record in lines:
+        if record is not None and record["step"] <= resume_from[record["kind"]]:
+            named = record if scores else {name: value for name, value in record.items() if name != "score"}
+            kept.append(line if named == record else json.dumps(named))
+    return kept

@@ -15,6 +15,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from detr_bf import distributed
+from detr_bf.data.workers import end_unguarded
 from detr_bf.errors import InputError
 from detr_bf.files import (
     CONFIG_FILE,
@@ -174,6 +175,7 @@ class RunFolder:
         Raises:
             InputError: the folder cannot be written, or another process holds the lock.
         """
+        end_unguarded()  # the run of the process that started this one holds the lock
         folders = self.create()
         created = CreatedFiles(frozenset(path for path in (*self._all_paths, self.marker, self.lock) if path.exists()))
         try:

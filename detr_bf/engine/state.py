@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +23,28 @@ from detr_bf.engine.run_folder import RunFolder
 from detr_bf.errors import InputError, TrainingError
 from detr_bf.evaluation import ScoreThresholds
 from detr_bf.structures import ClassMap
+from detr_bf.text import listed
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass
 class Progress:
-    """Counters of a run, saved in every checkpoint."""
+    """Counters of a run, saved in every checkpoint.
+
+    The place in the run is counted in epochs and images, which mean the same after a change of the batch size.
+    """
 
     step: int = 0  # optimizer steps done
+    epoch: int = 0  # whole epochs done
+    images: int = 0  # images of the current epoch that all ranks have seen
     evaluated_step: int = 0  # the step of the last evaluation
+    evaluated_epoch: float = 0.0  # epochs done at that step
     best_score: float = -math.inf
-    best_step: int = 0  # the step of the evaluation with the best score; 0: none has a score
+    best_loss: float | None = None  # validation loss of the best checkpoint
+    best_step: int = 0  # the step of the best checkpoint; 0: no evaluation has a score
+    best_epoch: float = 0.0  # epochs done at that step
+    improved_epoch: float = 0.0  # epochs done at the first evaluation with the best score
     skipped: int = 0  # steps skipped because they were not finite
     replaced: int = 0  # unreadable images of this epoch
 
@@ -89,11 +99,12 @@ class AveragedWeights(AveragedModel):
 class TrainingState:
     """Model, averaged weights, optimizer, gradient scaler and progress of a run, saved to its folder.
 
-    The learning rate and the order of the data follow from ``progress.step``.
+    The learning rate and the order of the data follow from ``progress``.
 
     Args:
         ema: None without averaged weights.
         class_map, config: stored with the weights, to use them.
+        data: fingerprints of the training and validation data, stored to find changes of the data.
     """
 
     def __init__(
@@ -106,9 +117,10 @@ class TrainingState:
         folder: RunFolder,
         class_map: ClassMap,
         config: dict[str, Any],
+        data: Mapping[str, Any],
     ) -> None:
         self.model, self.ema, self.optimizer, self.scaler = model, ema, optimizer, scaler
-        self.folder, self.class_map, self.config = folder, class_map, config
+        self.folder, self.class_map, self.config, self.data = folder, class_map, config, data
         self.progress = Progress()
         self.thresholds: ScoreThresholds | None = None  # of the last evaluation
         self._saved: Progress | None = None
@@ -131,6 +143,7 @@ class TrainingState:
             "optimizer": self.optimizer.state_dict(),
             "scaler": self.scaler.state_dict(),
             "progress": asdict(self.progress),
+            "data": dict(self.data),
             "rng": distributed.gather_to_main(rng_state()),  # generators of every rank
             "averaged": 0 if self.ema is None else int(self.ema.n_averaged),
         }
@@ -183,6 +196,9 @@ class TrainingState:
         try:
             if self.scaler.is_enabled() and state["scaler"]:  # empty if the run was not in fp16 before
                 self.scaler.load_state_dict(state["scaler"])
+            missing = {each.name for each in fields(Progress)} - set(state["progress"])
+            if missing:
+                raise TypeError(f"progress lacks {listed(sorted(missing))}")
             self.progress = Progress(**state["progress"])
         except (KeyError, TypeError) as error:
             raise InputError(
@@ -192,6 +208,5 @@ class TrainingState:
         self.thresholds = checkpoint.score_thresholds
         if not restore_rng(state["rng"], derive_seed(seed, self.progress.step, distributed.rank())):
             logger.warning(
-                "the checkpoint is of another number of ranks: random numbers, and with another total batch size the "
-                "position in the epoch, differ from those of an uninterrupted run"
+                "the checkpoint is of another number of ranks: random numbers differ from those of an uninterrupted run"
             )

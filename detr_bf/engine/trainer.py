@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
@@ -38,7 +38,7 @@ from detr_bf.engine.step import (
     sync_gradients,
     wrap_ddp,
 )
-from detr_bf.errors import Interrupted
+from detr_bf.errors import InputError, Interrupted
 from detr_bf.losses import LossReport
 from detr_bf.malloc import keep_large_blocks_if_possible
 from detr_bf.progress import progress_bar
@@ -53,6 +53,7 @@ class TrainSettings:
 
     epochs: int
     max_steps: int | None = None  # optimizer steps
+    batch_images: int = 1  # images of a batch of all ranks together
     accumulate: int = 1  # batches of a rank per optimizer step
     clip_norm: float = 0.1  # 0 does not clip
     log_every: int = 20  # steps
@@ -104,6 +105,12 @@ class Trainer:
         batches_per_epoch: of each rank.
         evaluate: (model, function that is True once this rank is asked to stop) -> the result.
         metrics: None on all ranks but the main one.
+        data: fingerprints of the training and validation data.
+        resume_from: go on from this checkpoint.
+        new_val: the validation data are not those of ``resume_from``, so that scores cannot be compared.
+
+    Raises:
+        InputError: the run cannot go on from ``resume_from``.
     """
 
     step: TrainingStep
@@ -117,7 +124,9 @@ class Trainer:
     metrics: MetricsLog | None
     class_map: ClassMap
     config: dict[str, Any]
+    data: Mapping[str, Any] = field(default_factory=dict)
     resume_from: Checkpoint | None = None
+    new_val: bool = False
     result: EvaluationResult | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -135,12 +144,12 @@ class Trainer:
             folder=self.folder,
             class_map=self.class_map,
             config=self.config,
+            data=self.data,
         )
         if self.resume_from is not None:
-            self.state.restore(self.resume_from, settings.seed)
-            logger.info("resumed at step %d of %d", self.progress.step, self.total_steps)
-        elif distributed.is_main():
-            self.folder.never_found.unlink(missing_ok=True)  # of an earlier run without checkpoints
+            self._resume(self.resume_from)
+        if distributed.is_main() and (self.resume_from is None or self.new_val):
+            self.folder.never_found.unlink(missing_ok=True)  # of other data, or of an earlier run without checkpoints
         self.recovery = Recovery(
             self.step, self.state, max_skipped=settings.max_skipped, max_replaced=settings.max_replaced
         )
@@ -151,6 +160,34 @@ class Trainer:
         self._unchecked: UncheckedStep | None = None
         self._flags = ReducedFlags(math.nan, 0.0, 0.0, 0.0, 0.0)  # of the last checked batch
         self._ddp_step: nn.Module = self.step
+
+    def _resume(self, checkpoint: Checkpoint) -> None:
+        """Restore the state; with another batch size go on at the next whole step of the epoch.
+
+        Raises:
+            InputError: the checkpoint cannot be resumed, or more epochs are done than the settings have.
+        """
+        self.state.restore(checkpoint, self.settings.seed)
+        progress, epochs = self.progress, self.settings.epochs
+        if (progress.epoch, progress.images) > (epochs, 0):
+            raise InputError(
+                f"{self.folder.last} has trained for {progress.epoch} epochs and {progress.images:,} images, more than "
+                f"train.epochs={epochs}: give more epochs, or start a new run with init_from={self.folder.last} and "
+                "another output_dir"
+            )
+        images = self.settings.batch_images * self.settings.accumulate
+        steps = math.ceil(progress.images / images)
+        if left_out := steps * images - progress.images:
+            text = "a step now has %d images: the next step begins after another %d images of this epoch"
+            logger.warning(text, images, left_out)
+        if steps >= self.steps_per_epoch:
+            progress.epoch, steps = progress.epoch + 1, 0
+        progress.images = steps * images
+        if self.new_val:
+            progress.best_score, progress.best_loss = -math.inf, None
+            progress.best_step, progress.best_epoch, progress.improved_epoch = 0, 0.0, 0.0
+        place = progress.step, self.total_steps, self.epochs_done, epochs
+        logger.info("resumed at step %d of %d, after %.4g of %d epochs", *place)
 
     def train(self) -> EvaluationResult:
         """Train from the current progress to the end, and return the result of the last evaluation.
@@ -166,7 +203,8 @@ class Trainer:
         with self.signals, progress_bar(total=self.total_steps, initial=done, desc="training", unit="step") as bar:
             if self.progress.step == 0:
                 self.save()  # a run that is killed from here on can be resumed
-            self._evaluate_if_due()  # a resumed run may have been stopped before this evaluation
+            # a resumed run may have been stopped before this evaluation, or have new validation data
+            self._evaluate_if_due(again=self.new_val)
             while self.progress.step < self.total_steps and not self._out_of_patience():
                 for batches in self._rest_of_epoch():
                     self.train_step(batches)
@@ -185,7 +223,7 @@ class Trainer:
         start = self.recovery.begin_step()
         self.step.logs_attention = (self.progress.step + 1) % settings.log_every == 0
         for group in self.optimizer.param_groups:
-            group["lr"] = group["base_lr"] * self.learning_rate(self.progress.step)
+            group["lr"] = group["base_lr"] * self.learning_rate(self.schedule_step)
         later = self.checks_later and bool(self.optimizer.state)  # torch's fused SGD cannot leave out its first step
         flags, logs = [], []
         norm = torch.zeros((), device=self.step.device)
@@ -209,7 +247,7 @@ class Trainer:
         else:
             self.scaler.unscale_(self.optimizer)
             norm = nn.utils.clip_grad_norm_(self.model.parameters(), settings.clip_norm or math.inf)
-        self.progress.step += 1
+        self._count(len(batches))
         numbers = HostCopy(torch.cat([*flags, norm.double()[None]]))
         statistics = None
         if later and self.ema is not None:
@@ -220,6 +258,14 @@ class Trainer:
             self._update()
         else:
             self._settle(self._update)
+
+    def _count(self, batches: int) -> None:
+        """Count an optimizer step of that many batches."""
+        progress = self.progress
+        progress.step += 1
+        progress.images += batches * self.settings.batch_images
+        if progress.images >= self.batches_per_epoch * self.settings.batch_images:
+            progress.epoch, progress.images = progress.epoch + 1, 0
 
     def _flags_of(self, report: LossReport, batch: TrainingBatch) -> Tensor:
         minutes = self.settings.checkpoint_minutes or math.inf
@@ -262,7 +308,7 @@ class Trainer:
 
     def _rest_of_epoch(self) -> Iterator[list[TrainingBatch]]:
         """Yield the remaining batches of the current epoch, grouped by optimizer step."""
-        epoch, steps_done = divmod(self.progress.step, self.steps_per_epoch)
+        epoch, steps_done = divmod(self.schedule_step, self.steps_per_epoch)
         steps = min(self.steps_per_epoch - steps_done, self.total_steps - self.progress.step)
         if steps_done == 0:
             self.progress.replaced = 0
@@ -284,11 +330,15 @@ class Trainer:
         if flags.stop:
             self._stop()
 
-    def _evaluate_if_due(self) -> None:
-        """Evaluate at the end of every ``eval_every``-th epoch and of the run, and save checkpoints to keep."""
-        step, epoch = self.progress.step, math.ceil(self.epochs_done)
-        finished = step >= self.total_steps
-        if step == self.progress.evaluated_step or not (finished or step % self.steps_per_epoch == 0):
+    def _evaluate_if_due(self, *, again: bool = False) -> None:
+        """Evaluate at the end of every ``eval_every``-th epoch and of the run, and save checkpoints to keep.
+
+        Args:
+            again: also if the last evaluation was at this step.
+        """
+        progress, step, epoch = self.progress, self.progress.step, math.ceil(self.epochs_done)
+        finished, evaluated = step >= self.total_steps, step == progress.evaluated_step
+        if step == 0 or (evaluated and not again) or not (finished or progress.images == 0):
             return
         others = []
         if finished or epoch % self.settings.eval_every == 0:
@@ -296,20 +346,37 @@ class Trainer:
             self.state.thresholds = self.result.thresholds
             self.log.write("val", step, {"epoch": epoch, "score": self.result.score, **self.result.metrics})
             logger.info("epoch %d, step %d: %s", epoch, step, self.result)
-            if self.result.score > self.progress.best_score:
-                self.progress.best_score, self.progress.best_step = self.result.score, step
+            if self._is_best(self.result):
                 others.append(self.folder.best)
-            self.progress.evaluated_step = step
+            progress.evaluated_step, progress.evaluated_epoch = step, self.epochs_done
         if self.settings.keep_every and epoch % self.settings.keep_every == 0:
             others.append(self.folder.epoch(epoch))
         self.save(*others)
 
-    def _out_of_patience(self) -> bool:
-        """Return True if the last ``patience`` epochs brought no better score."""
-        progress, patience = self.progress, self.settings.patience
-        if patience is None or progress.evaluated_step - progress.best_step < patience * self.steps_per_epoch:
+    def _is_best(self, result: EvaluationResult) -> bool:
+        """Return True, and count it, if no checkpoint has a better score, nor as good a one with a lower loss.
+
+        Without losses the later one of two equal scores is the best.
+        """
+        progress, score, loss = self.progress, result.score, result.metrics.get("loss")
+        if not score > -math.inf or score < progress.best_score:  # also NaN
             return False
-        epochs = (progress.evaluated_step - progress.best_step) / self.steps_per_epoch
+        if score > progress.best_score:
+            progress.improved_epoch = self.epochs_done
+        elif loss is not None and progress.best_loss is not None and loss > progress.best_loss:
+            return False
+        progress.best_score, progress.best_loss = score, loss
+        progress.best_step, progress.best_epoch = progress.step, self.epochs_done
+        return True
+
+    def _out_of_patience(self) -> bool:
+        """Return True if the last ``patience`` epochs brought no better score than one that is not 0."""
+        progress, patience = self.progress, self.settings.patience
+        if patience is None or progress.best_score in (0, -math.inf):
+            return False
+        epochs = progress.evaluated_epoch - progress.improved_epoch
+        if epochs < patience:
+            return False
         logger.info("no better score for %g epochs, train.patience=%d: training ends here", epochs, patience)
         return True
 
@@ -357,13 +424,19 @@ class Trainer:
         return math.ceil(self.batches_per_epoch / self.settings.accumulate)
 
     @property
+    def schedule_step(self) -> int:
+        """Optimizer steps that the epochs and images done have with the present batch size."""
+        images = self.settings.batch_images * self.settings.accumulate
+        return self.progress.epoch * self.steps_per_epoch + self.progress.images // images
+
+    @property
     def total_steps(self) -> int:
-        steps = self.settings.epochs * self.steps_per_epoch
+        steps = self.progress.step + self.settings.epochs * self.steps_per_epoch - self.schedule_step
         return min(steps, self.settings.max_steps or steps)
 
     @property
     def epochs_done(self) -> float:
-        return self.progress.step / self.steps_per_epoch
+        return self.schedule_step / self.steps_per_epoch
 
     @property
     def evaluation_model(self) -> nn.Module:
@@ -373,6 +446,6 @@ class Trainer:
     @property
     def epochs_text(self) -> str:
         """The last epoch and the one with the best score, counted from 1, each with its checkpoint."""
-        last, best = (math.ceil(step / self.steps_per_epoch) for step in (self.progress.step, self.progress.best_step))
+        last, best = math.ceil(self.epochs_done), math.ceil(self.progress.best_epoch)
         found = f", best epoch {best} ({self.folder.best.name})" if best else ", no epoch with a score"
         return f"last epoch {last} ({self.folder.last.name}){found}"

@@ -1,6 +1,14 @@
 """Read and write checkpoints of other implementations."""
 
-from detr_bf.interop.classes import COCO_IDS, NUMBERINGS, class_rows, coco_classes, renumbered, renumbered_to
+from detr_bf.interop.classes import (
+    COCO_IDS,
+    NUMBERINGS,
+    class_rows,
+    coco_classes,
+    renumbered,
+    renumbered_to,
+    rows_by_name,
+)
 from detr_bf.interop.formats import NAMES, format_named, format_of, from_foreign, is_ours, to_foreign, without_wrapper
 from detr_bf.interop.weights import (
     SUFFIXES,
@@ -28,6 +36,7 @@ __all__ = [
     "read_weights",
     "renumbered",
     "renumbered_to",
+    "rows_by_name",
     "state_in",
     "to_foreign",
     "under_our_names",

@@ -1,4 +1,4 @@
-"""Convert COCO class heads and labels between rows for category ids and rows for contiguous classes.
+"""Convert class heads and labels: between COCO's category ids and contiguous classes, and between data sets by name.
 
 The authors' heads have a row for every id: 91 for boxes (ids 0 to 90), 250 for panoptic maps (ids 0 to 249), including
 unused ids; with cross-entropy a last row is added for no object. Contiguous heads have a row for each of the 80
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from detr_bf.errors import InputError
 from detr_bf.structures import ClassMap
+from detr_bf.text import listed
 
 logger = logging.getLogger(__name__)
 
@@ -138,6 +139,48 @@ def renumbered(weights: Mapping[str, Tensor], numbering: str) -> dict[str, Tenso
             raise InputError(f"{_LABELS} has {len(labels)} rows, expected one more than the {rows} of the class heads")
         changed[_LABELS] = torch.cat([convert(labels[:-1], table.rows), labels[-1:]])
     return {name: changed.get(name, tensor) for name, tensor in weights.items()}
+
+
+def rows_by_name(
+    weights: Mapping[str, Tensor],
+    own: Mapping[str, Tensor],
+    tensors: Collection[str],
+    before: ClassMap,
+    after: ClassMap,
+) -> tuple[dict[str, Tensor], str]:
+    """Return the weights with the rows of the classes ``after``, and a text about them; empty if they have no such row.
+
+    Rows are matched by class name. Classes that are not in ``before`` have the rows of ``own``; rows after those of the
+    classes, such as no object, are the last ones of the weights. Tensors with another number of such rows, those of
+    another classification loss, are left out. Proposals whose class 0 means any object keep row 0.
+
+    Args:
+        weights: under our names, of the classes ``before``.
+        own: tensors of the new model.
+        tensors: names of those with a row for each class.
+    """
+    rows = {name: index for index, name in enumerate(before.distinct_names)}
+    found = [(index, rows[name]) for index, name in enumerate(after.distinct_names) if name in rows]
+    result, unfit = dict(weights), []
+    shared = [name for name in tensors if name in weights and name in own]
+    for name in shared:
+        old, new = weights[name], own[name].detach().clone()
+        more = len(new) - after.num_classes
+        if len(old) - before.num_classes != more or old.shape[1:] != new.shape[1:]:
+            unfit.append(name)
+            del result[name]
+            continue
+        one_class = name.startswith(_PROPOSALS) and _ONE_CLASS in weights
+        for target, source in [(0, 0)] if one_class else found:
+            new[target] = old[source]
+        new[after.num_classes :] = old[before.num_classes :]
+        result[name] = new
+    if not shared:
+        return result, ""
+    new_names = [name for name in after.distinct_names if name not in rows]
+    text = f"{len(found)} of {after.num_classes} classes by name, {len(new_names)} new"
+    text += f": {listed(new_names)}" if new_names else ""
+    return result, text + (f"; of another classification loss and not loaded: {listed(unfit)}" if unfit else "")
 
 
 def with_own_labels(weights: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:

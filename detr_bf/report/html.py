@@ -183,7 +183,7 @@ def _length(metrics: Metrics) -> list[str]:
     epochs, scores = series(metrics.val, "score")
     if not scores:
         return [length]
-    best, last = scores.index(max(scores)), float(metrics.val[-1]["epoch"])
+    best, last = _best(metrics), float(metrics.val[-1]["epoch"])
     best_score = f"score {scores[best]:.4f}"
     if epochs[best] == last:
         return [length, f"The last epoch, {last:g}, is the best ({best_score})."]
@@ -193,6 +193,21 @@ def _length(metrics: Metrics) -> list[str]:
         f"Best epoch {epochs[best]:g} (best.pt, {best_score}), last epoch {last:g} (last.pt, {last_score}); "
         "the results on this page are those of the last epoch.",
     ]
+
+
+def _best(metrics: Metrics) -> int:
+    """Return the index of the best of the evaluations with a score, as training chooses it.
+
+    Among equal scores it is the one with the lowest loss, and without losses, or among equal losses, the latest.
+    """
+    scored = [record for record in metrics.val if series([record], "score")[1]]
+    best = 0
+    for index, record in enumerate(scored):
+        _, losses = series([scored[best], record], "loss")
+        higher_loss = len(losses) == 2 and losses[1] > losses[0]
+        if record["score"] > scored[best]["score"] or (record["score"] == scored[best]["score"] and not higher_loss):
+            best = index
+    return best
 
 
 def _curves(metrics: Metrics, page: TaskPage) -> str:

@@ -83,7 +83,9 @@ class ImageTask(Task[ImageConfigT]):
             self._splits = build_image_splits(self.config)
         return self._splits
 
-    def fingerprints(self) -> dict[str, dict[str, Any]]:
+    def fingerprints(self, data: ImageSplits | None = None) -> dict[str, dict[str, Any]]:
+        if data is not None:
+            return {"train": data.train.fingerprint(), "val": data.val.fingerprint()}
         found = read_image_splits(self.config)
         names = found.class_map.names
         return {"train": found.train.fingerprint(names), "val": found.val.fingerprint(names)}
@@ -105,11 +107,12 @@ class ClassificationTask(ImageTask[ClassifierConfig]):
     def build_model(self, num_classes: int, *, pretrained: bool = False) -> nn.Module:
         return build_classifier(self.config, num_classes, pretrained=pretrained)
 
-    def initialize(self, model: nn.Module) -> None:
+    def initialize(self, model: nn.Module, classes: ClassMap) -> None:
         """Load ``init_from``; for a linear probe everything except the head."""
         config = self.config
         if config.init_from:
             weights = with_resized_positions(model, read_network_weights(Path(config.init_from)), config.init_from)
+            weights = self.fit_classes(model, weights, classes)
             logger.info(load_fitting(model, weights, config.init_from, "head" if config.model.linear_probe else None))
         elif (config.model.linear_probe or config.model.frozen) and not config.model.pretrained:
             setting = "linear_probe" if config.model.linear_probe else "frozen"

@@ -158,20 +158,21 @@ class DetectionTask(Task[DetectionConfig]):
         check_enough_tokens(self.config, data, "train")
         return data
 
-    def fingerprints(self) -> dict[str, dict[str, Any]]:
-        train = build_train_data(self.config)
-        return {"train": train.fingerprint(), "val": build_val_data(self.config, train.class_map).fingerprint()}
+    def fingerprints(self, data: CocoDetection | None = None) -> dict[str, dict[str, Any]]:
+        quick, train = data is not None, data or build_train_data(self.config)
+        val = build_val_data(self.config, train.class_map, masks=quick and self.config.model.masks)
+        return {"train": train.fingerprint(quick=quick), "val": val.fingerprint(quick=quick)}
 
     def build_model(self, num_classes: int, *, pretrained: bool = False) -> Detector:
         return build_model(self.config, num_classes, pretrained=pretrained)
 
-    def initialize(self, model: torch.nn.Module) -> None:
+    def initialize(self, model: torch.nn.Module, classes: ClassMap) -> None:
         """Load ``init_from``, except for the mask head if the detector is frozen."""
-        config = self.config
+        config, frozen = self.config, self.config.freeze.detector
         if config.init_from:
-            weights = read_initial_weights(Path(config.init_from))
-            logger.info(load_fitting(model, weights, config.init_from, "mask_head" if config.freeze.detector else None))
-        elif config.freeze.detector:
+            weights = self.fit_classes(model, read_initial_weights(Path(config.init_from)), classes, frozen=frozen)
+            logger.info(load_fitting(model, weights, config.init_from, "mask_head" if frozen else None))
+        elif frozen:
             raise InputError(
                 "freeze.detector=true needs init_from=RUN_OR_FILE: a detector trained on boxes of these classes"
             )

@@ -51,7 +51,7 @@ class MaskedTask(ImageTask[MaskedConfig]):
         """Return the autoencoder; both arguments are ignored."""
         return build_masked_autoencoder(self.config)
 
-    def initialize(self, model: nn.Module) -> None:
+    def initialize(self, model: nn.Module, classes: ClassMap) -> None:
         """Load ``init_from`` if it is set."""
         if self.config.init_from:
             weights = initial_weights(Path(self.config.init_from))

@@ -12,9 +12,12 @@ from typing import Any, ClassVar, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
+from detr_bf import interop
 from detr_bf.assembly.model import accelerate, device_of
 from detr_bf.assembly.training import (
+    changed_splits,
     check_same_classes,
+    initial_classes,
     learning_rate,
     metrics_log,
     precision_of,
@@ -29,6 +32,7 @@ from detr_bf.errors import InputError
 from detr_bf.malloc import keep_freed_memory
 from detr_bf.report import TaskPage
 from detr_bf.structures import ClassMap
+from detr_bf.text import listed
 
 logger = logging.getLogger(__name__)
 
@@ -81,10 +85,13 @@ class Task(ABC, Generic[C]):
         """Return the training data, with a ``class_map``."""
 
     @abstractmethod
-    def fingerprints(self) -> dict[str, dict[str, Any]]:
+    def fingerprints(self, data: Any = None) -> dict[str, dict[str, Any]]:
         """Return ``sha256``, ``images`` and ``objects`` of the splits ``train`` and ``val``.
 
         Equal hashes stand for equal classes, labels, file names and file sizes.
+
+        Args:
+            data: of :meth:`load_data`; with them the hashes are quick and do not cover file sizes.
         """
 
     @abstractmethod
@@ -92,8 +99,44 @@ class Task(ABC, Generic[C]):
         """Return the model on the CPU; without ``pretrained`` its weights are to come from a checkpoint."""
 
     @abstractmethod
-    def initialize(self, model: nn.Module) -> None:
-        """Load ``init_from`` into a new model, if it is set."""
+    def initialize(self, model: nn.Module, classes: ClassMap) -> None:
+        """Load ``init_from`` into a new model of these classes, if it is set."""
+
+    def fit_classes(
+        self, model: nn.Module, weights: dict[str, Tensor], classes: ClassMap, *, frozen: bool = False
+    ) -> dict[str, Tensor]:
+        """Return the weights of ``init_from`` with the rows of ``classes``, matched by name, and log how many.
+
+        Weights that do not say their classes are returned as they are.
+
+        Args:
+            frozen: the rows are not trained.
+
+        Raises:
+            InputError: ``frozen``, and the classes are others.
+        """
+        source, own = self.config.init_from, model.state_dict()
+        assert source is not None, "there are weights"
+        before = initial_classes(source)
+        with torch.random.fork_rng(devices=[]), torch.device("meta"):
+            more = self.build_model(classes.num_classes + 1).state_dict()
+        tensors = [name for name, value in more.items() if value.shape != own[name].shape]
+        if before is None:
+            if any(name in weights and weights[name].shape == own[name].shape for name in tensors):
+                text = "%s does not say its classes: its class heads are taken to be of the %d of the data, in order"
+                logger.warning(text, source, classes.num_classes)
+            return weights
+        others = set(before.distinct_names) ^ set(classes.distinct_names)
+        if frozen and others:
+            raise InputError(
+                f"init_from: {source} is a detector of other classes than the data have ({listed(sorted(others))} in "
+                "only one of them), and a frozen detector cannot learn them: train it on the classes of the data "
+                "first, or set freeze.detector=false"
+            )
+        weights, text = interop.rows_by_name(weights, own, tensors, before, classes)
+        if text:
+            logger.info("init_from %s: %s", source, text)
+        return weights
 
     def check_model(self, model: nn.Module, data: Any) -> None:
         """Check that the model can be trained on the data.
@@ -174,10 +217,12 @@ class Task(ABC, Generic[C]):
         torch.manual_seed(config.seed)  # the same weights on all ranks
         data = self.load_data()
         check_same_classes(data.class_map, resume_from, folder)
+        fingerprints = self.fingerprints(data)
+        changed = changed_splits(config, fingerprints, resume_from, folder)
         is_new = resume_from is None
         model = self.build_model(data.class_map.num_classes, pretrained=is_new and not config.init_from)
         if is_new:
-            self.initialize(model)
+            self.initialize(model, data.class_map)
         self.check_model(model, data)
         accelerate(model, config)
         model.to(device)
@@ -190,7 +235,7 @@ class Task(ABC, Generic[C]):
         make_batches, batches_per_epoch, num_images = self.train_batches(data, device)
         evaluate = self.build_evaluation(data.class_map, folder, data)
         optimizer = self.build_optimizer(model)
-        metrics = metrics_log(config, folder, resume_from)
+        metrics = metrics_log(config, folder, resume_from, new_val="val" in changed)
         with ExitStack() as undo:
             if metrics is not None:
                 undo.push(metrics)  # closes the loggers if the state cannot be restored
@@ -206,7 +251,9 @@ class Task(ABC, Generic[C]):
                 metrics=metrics,
                 class_map=data.class_map,
                 config=config_to_dict(config),
+                data=fingerprints,
                 resume_from=resume_from,
+                new_val="val" in changed,
             )
             undo.pop_all()
         return trainer

@@ -58,9 +58,15 @@ def test_a_warm_up_in_steps_is_told_in_steps(caplog: pytest.LogCaptureFixture) -
 
 def test_a_longer_run_and_one_that_is_cut_short_for_trying_out_keep_their_warm_up() -> None:
     assert learning_rate(classifier("train.epochs=6"), 4)(20) == 1
-    cut = learning_rate(classifier("train.epochs=1", "train.max_steps=3"), 4)
-    assert (cut.total_steps, cut.warmup_steps) == (3, 20)
     assert learning_rate(classifier("train.epochs=1", "train.max_steps=4"), 4).warmup_steps == 0
+
+
+@pytest.mark.parametrize("schedule", ["step", "cosine"])
+@pytest.mark.parametrize("epochs", [1, 6])
+def test_a_run_that_is_cut_short_has_the_schedule_of_the_whole_run(schedule: str, epochs: int) -> None:
+    settings = (f"train.epochs={epochs}", f"optimizer.schedule={schedule}", "optimizer.drop_epochs=[3]")
+    whole, cut = (learning_rate(classifier(*settings, *more), 4) for more in ((), ("train.max_steps=3",)))
+    assert cut == whole
 
 
 def test_a_cosine_ends_at_the_least_learning_rate() -> None:

@@ -312,3 +312,50 @@ def test_a_worker_whose_parent_was_killed_at_its_start_ends(tmp_path: Path, end:
     )  # returns when the worker has closed its output, too
     assert run.returncode == (-signal.SIGKILL if end == "kill" else 0), run.stderr
     assert started.exists() == (end == "wait")
+
+
+UNGUARDED_SCRIPT = """
+import multiprocessing, sys
+from pathlib import Path
+from detr_bf.data.coco import CocoDetection
+from detr_bf.data.batches import EpochBatches
+from detr_bf.data.loader import make_loader
+from detr_bf.structures import Batch
+from tests.data.test_loader import TRAINING
+
+def main():
+    multiprocessing.set_start_method("{method}", force=True)
+    data = CocoDetection(Path(sys.argv[1]), Path(sys.argv[2]), TRAINING, seed=5)
+    loader = make_loader(data, EpochBatches(len(data), 2, seed=5, epoch=1), collate=Batch.collate, workers=2)
+    print(len(list(loader)), "batches", loader.num_workers, "workers")
+
+{call}
+"""
+
+
+@pytest.mark.parametrize(
+    ("method", "call", "code", "said"),
+    [
+        ("spawn", "main()", 0, "3 batches 0 workers"),
+        ("forkserver", "if __name__ == '__main__':\n    main()", 0, "3 batches 2 workers"),
+        ("spawn", "print(__name__)\nmain()", 1, "put its code under 'if __name__ == \"__main__\":'"),
+        ("forkserver", "print(__name__)\nmain()", 1, "put its code under 'if __name__ == \"__main__\":'"),
+    ],
+    ids=["without", "guarded", "read but not as a guard", "read, with a server"],
+)
+def test_a_script_without_guard_loads_alone_or_is_told_about_the_guard(
+    method: str, call: str, code: int, said: str, coco_folder: Factory, tmp_path: Path
+) -> None:
+    """Workers that are not forked run the main script again."""
+    data = coco_folder(num_images=6)
+    (tmp_path / "script.py").write_text(UNGUARDED_SCRIPT.format(method=method, call=call))
+    command = [sys.executable, str(tmp_path / "script.py"), str(data.images), str(data.annotations)]
+    root = str(Path(__file__).parents[2])
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": root}, check=False
+    )
+    assert done.returncode == code, done.stderr
+    printed = done.stdout + done.stderr
+    assert said in printed
+    assert printed.count("put its code under") == (0 if "2 workers" in said else 1)
+    assert "memory" not in printed

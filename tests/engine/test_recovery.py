@@ -288,7 +288,14 @@ def recovery(folder: Path, max_skipped: int = 2, max_replaced: float = 1.0) -> R
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     state = TrainingState(
-        model, None, optimizer, scaler, folder=RunFolder(folder), class_map=steps.CLASSES, config={"of": "a test"}
+        model,
+        None,
+        optimizer,
+        scaler,
+        folder=RunFolder(folder),
+        class_map=steps.CLASSES,
+        config={"of": "a test"},
+        data={},
     )
     toy = TrainingStep(model, squared_error, torch.device("cpu"), torch.float32)
     return Recovery(toy, state, max_skipped=max_skipped, max_replaced=max_replaced)

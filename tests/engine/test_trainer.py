@@ -23,7 +23,7 @@ from detr_bf.engine import Checkpoint, LearningRate, MetricsLog, RunFolder, Trai
 from detr_bf.engine.checkpoint import load_checkpoint
 from detr_bf.engine.recovery import load_capture
 from detr_bf.engine.state import TrainingState
-from detr_bf.errors import Interrupted, TrainingError
+from detr_bf.errors import InputError, Interrupted, TrainingError
 from detr_bf.evaluation import ScoreThresholds
 from detr_bf.losses import LossReport
 from tests.engine.steps import BATCHES, CLASSES, FEATURES, Examples, examples, regression, spoilt, squared_error
@@ -38,24 +38,27 @@ class Scores:
     """Evaluation that returns the given scores in turn and keeps the weights it received."""
 
     scores: Sequence[float] = (0.1,)
+    losses: Sequence[float | None] = (None,)
     seen: list[dict[str, Tensor]] = field(default_factory=list)
 
     def __call__(self, model: nn.Module, should_stop: Callable[[], bool]) -> Result:
         self.seen.append({name: value.clone() for name, value in model.state_dict().items()})
-        return Result(self.scores[min(len(self.seen), len(self.scores)) - 1])
+        score, loss = (each[min(len(self.seen), len(each)) - 1] for each in (self.scores, self.losses))
+        return Result(score, loss)
 
 
 @dataclass(frozen=True)
 class Result:
     score: float
+    loss: float | None = None
 
     @property
     def metrics(self) -> dict[str, float | None]:
-        return {"AP": self.score}
+        return {"AP": self.score, "loss": self.loss}
 
     @property
     def thresholds(self) -> ScoreThresholds | None:
-        if not math.isfinite(self.score):
+        if not 0 <= self.score < math.inf:
             return None
         return ScoreThresholds(self.score / 2, (self.score / 4,) * CLASSES.num_classes)
 
@@ -70,6 +73,7 @@ def make(
     batches: Callable[[int, int], Examples] = examples,
     evaluate: Scores | None = None,
     resume_from: Checkpoint | None = None,
+    new_val: bool = False,
     optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
     later: bool = False,
     device: torch.device = CPU,
@@ -93,10 +97,11 @@ def make(
         evaluate=evaluate or Scores(),
         settings=trained,
         folder=run,
-        metrics=MetricsLog(run.metrics, kept),
+        metrics=MetricsLog(run.metrics, kept, new_val=new_val),
         class_map=CLASSES,
         config={"of": "a test"},
         resume_from=resume_from,
+        new_val=new_val,
     )
     trainer.checks_later |= later
     return trainer
@@ -194,12 +199,12 @@ def test_evaluations_and_the_best_checkpoint(tmp_path: Path) -> None:
     ]
     best = load_checkpoint(tmp_path / "best.pt")
     assert best.training is not None
-    assert best.training["progress"]["step"] == 20, "the first of two equal scores"
+    assert best.training["progress"]["step"] == 30, "the later of two equal scores"
     assert best.thresholds == {"overall": 0.25, "by_class": [0.125] * CLASSES.num_classes}, (
         "those of its own evaluation"
     )
-    assert torch.equal(best.model["0.weight"], scores.seen[1]["0.weight"])
-    assert trainer.epochs_text == "last epoch 7 (last.pt), best epoch 4 (best.pt)"
+    assert torch.equal(best.model["0.weight"], scores.seen[2]["0.weight"])
+    assert trainer.epochs_text == "last epoch 7 (last.pt), best epoch 6 (best.pt)"
     assert {path.name for path in tmp_path.glob("epoch_*")} == {"epoch_0003.pt", "epoch_0006.pt"}
 
 
@@ -210,7 +215,7 @@ def test_training_ends_without_a_better_score_for_some_epochs(tmp_path: Path, ca
         assert trainer.train().score == 0.45
     assert trainer.progress.step == 5 * BATCHES
     assert "no better score for 3 epochs, train.patience=3: training ends here" in caplog.text
-    assert trainer.epochs_text == "last epoch 5 (last.pt), best epoch 2 (best.pt)"
+    assert trainer.epochs_text == "last epoch 5 (last.pt), best epoch 3 (best.pt)", "an equal score is no better one"
     last = load_checkpoint(tmp_path / "last.pt")
     resumed = make(tmp_path, epochs=6, patience=3, evaluate=Scores(scores[5:]), resume_from=last)
     assert resumed.train().score == 0.9, "one evaluation and no step"
@@ -218,6 +223,37 @@ def test_training_ends_without_a_better_score_for_some_epochs(tmp_path: Path, ca
     longer = make(tmp_path, epochs=6, patience=4, evaluate=Scores(scores[5:]), resume_from=last)
     longer.train()
     assert longer.progress.step == 6 * BATCHES
+
+
+@pytest.mark.parametrize(
+    ("scores", "losses", "best"),
+    [
+        ((0.0, 0.0, 0.0), (None,), 3),
+        ((0.0, 0.0, 0.0), (3.0, 1.0, 2.0), 2),
+        ((0.0, 0.0, 0.0), (3.0, 2.0, 2.0), 3),
+        ((0.0, 0.0, 0.0), (1.0, None, 2.0), 3),
+        ((0.5, 0.4, 0.5), (2.0, 1.0, 3.0), 1),
+        ((0.5, 0.6, 0.5), (1.0, 2.0, 1.0), 2),
+        ((math.nan, -math.inf, -1.0), (None,), 3),
+    ],
+)
+def test_among_equal_scores_the_lower_loss_or_the_later_epoch_is_best(
+    tmp_path: Path, scores: tuple[float, ...], losses: tuple[float | None, ...], best: int
+) -> None:
+    trainer = make(tmp_path, epochs=3, evaluate=Scores(scores, losses))
+    trainer.train()
+    assert trainer.epochs_text == f"last epoch 3 (last.pt), best epoch {best} (best.pt)"
+    saved = load_checkpoint(tmp_path / "best.pt").training
+    assert saved is not None
+    assert saved["progress"]["step"] == best * BATCHES
+
+
+@pytest.mark.parametrize(("none", "epochs"), [(0.0, 6), (-math.inf, 6), (-1.0, 3)])
+def test_patience_counts_from_the_first_score_that_is_not_zero(tmp_path: Path, none: float, epochs: int) -> None:
+    scores = (none, none, none, 0.1, 0.05, 0.1, 0.3)
+    trainer = make(tmp_path, epochs=7, patience=2, evaluate=Scores(scores))
+    trainer.train()
+    assert trainer.progress.step == epochs * BATCHES
 
 
 @pytest.mark.parametrize(("patience", "epochs"), [(1, 4), (2, 4), (3, 6), (None, 8)])
@@ -328,6 +364,72 @@ def test_a_stopped_and_resumed_run_ends_with_the_same_bits(tmp_path: Path, step:
             for path in (tmp_path / "whole", tmp_path / "parts")
         ]
         assert untimed[0] == untimed[1]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "step", "asked", "total"),
+    [
+        ({}, {"accumulate": 2}, 12, (2, 2), 15),  # 2 of 5 batches are a step; 2 more steps, and 3 of the last epoch
+        ({}, {"accumulate": 2}, 13, (2, 4), 15),  # 3 batches, so that the next whole step is the third
+        ({"accumulate": 2}, {}, 7, (2, 2), 15),
+        ({"batch_images": 4}, {"batch_images": 2}, 13, None, 15),
+    ],
+)
+def test_the_place_of_a_resumed_run_is_counted_in_epochs_and_images(
+    tmp_path: Path,
+    before: dict[str, int],
+    after: dict[str, int],
+    step: int,
+    asked: tuple[int, int] | None,
+    total: int,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """After a change of the batch size or accumulation the epoch is the same, and so is the learning rate."""
+    first: list[tuple[int, int]] = []
+
+    def noting(epoch: int, number: int) -> Examples:
+        first.append((epoch, number))
+        return examples(epoch, number)
+
+    stopped = make(tmp_path, epochs=4, max_steps=step, **before)
+    stopped.train()
+    last = load_checkpoint(tmp_path / "last.pt")
+    resumed = make(tmp_path, epochs=4, batches=noting, resume_from=last, **after)
+    assert resumed.progress.step == step
+    resumed.train()
+    assert resumed.progress.epoch == 4
+    assert resumed.progress.images == 0
+    if asked is not None:
+        assert first[0] == asked
+    found = records(tmp_path, "train")
+    assert [record["step"] for record in found] == list(range(1, len(found) + 1))
+    assert [record["epoch"] for record in found] == sorted({record["epoch"] for record in found})
+    assert found[-1]["epoch"] == 4
+    per_epoch = math.ceil(BATCHES / after.get("accumulate", 1))
+    rate = LearningRate("cosine", total_steps=4 * per_epoch, warmup_steps=2)
+    place = round(found[step]["epoch"] * per_epoch) - 1
+    assert found[step]["lr"] == pytest.approx(0.1 * rate(place))
+
+
+def test_a_run_of_more_epochs_than_asked_for_is_not_resumed(tmp_path: Path) -> None:
+    make(tmp_path, epochs=3).train()
+    last = load_checkpoint(tmp_path / "last.pt")
+    with pytest.raises(InputError, match=r"trained for 3 epochs and 0 images, more than train\.epochs=2: .*init_from="):
+        make(tmp_path, epochs=2, resume_from=last)
+    make(tmp_path, epochs=3, resume_from=last).train()
+
+
+@pytest.mark.parametrize("step", [5, 7, 10])
+def test_scores_on_other_validation_data_are_forgotten(tmp_path: Path, step: int) -> None:
+    make(tmp_path, epochs=2, max_steps=step, evaluate=Scores((0.9, 0.8))).train()
+    last = load_checkpoint(tmp_path / "last.pt")
+    resumed = make(tmp_path, epochs=2, evaluate=Scores((0.1, 0.2)), resume_from=last, new_val=True)
+    resumed.train()
+    assert resumed.progress.best_score == (0.2 if step == 5 else 0.1)
+    assert load_checkpoint(tmp_path / "best.pt").training["progress"]["step"] == 10  # type: ignore[index]
+    scores = [record.get("score") for record in records(tmp_path, "val")]
+    assert scores == {5: [None, 0.1, 0.2], 7: [None, None, 0.1], 10: [None, None, 0.1]}[step]
+    assert records(tmp_path, "val")[0]["AP"] == 0.9, "the metrics are kept"
 
 
 @pytest.mark.parametrize("later", [False, True])

@@ -93,7 +93,7 @@ def test_the_page_holds_everything_and_loads_nothing(run_dir: Path) -> None:
 @pytest.mark.parametrize(
     ("scores", "sentence"),
     [
-        ((0.2, 0.6, 0.6, 0.5), "Best epoch 2 (best.pt, score 0.6000), last epoch 4 (last.pt, score 0.5000)"),
+        ((0.2, 0.6, 0.6, 0.5), "Best epoch 3 (best.pt, score 0.6000), last epoch 4 (last.pt, score 0.5000)"),
         ((0.2, 0.6), "The last epoch, 2, is the best (score 0.6000)."),
         ((None, 0.1, None), "Best epoch 2 (best.pt, score 0.1000), last epoch 3 (last.pt, no score)"),
         ((None,), "epochs. "),

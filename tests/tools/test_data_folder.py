@@ -10,6 +10,8 @@ from PIL import Image
 
 from detr_bf.commands import main
 from detr_bf.config import saved_config
+from detr_bf.data.formats import read_folder, read_split
+from detr_bf.data.formats.splitting import divided
 from tests.tools.conftest import TINY
 
 XML = (
@@ -70,3 +72,26 @@ def test_a_folder_without_a_validation_split_is_refused_before_training(
     assert main(["train", str(config)]) == 2
     assert "take the validation images from the training images with data.val_fraction" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("changed", ["data.split_seed=1", "data.val_fraction=0.5", "new images"])
+def test_a_run_is_not_resumed_with_validation_images_that_were_trained_on(
+    changed: str, config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["train", str(config), "data.val_fraction=0.25", "eval.pictures=0"]
+    assert main([*command, "train.max_steps=1"]) == 0
+    given = [changed]
+    if "=" not in changed:
+        given, root = [], tmp_path / "cells"
+        for number in range(12, 20):
+            Image.effect_noise((64, 48), 90).convert("RGB").save(root / f"{number}.JPG")
+            objects = XML[1].format(name="white", x=number)
+            (root / f"{number}.xml").write_text(XML[0].format(objects=objects))
+        read_folder.cache_clear()
+        read_split.cache_clear()
+        divided.cache_clear()
+    capsys.readouterr()
+    assert main([*command, *given, "train.max_steps=2", "--resume"]) == 2
+    said = capsys.readouterr().err
+    assert "validation would use images that were trained on" in said
+    assert "another output_dir" in said

@@ -570,3 +570,32 @@ def test_what_its_launcher_starts_anew_goes_on_with_its_own_run_alone(
     assert train_net([*command, "train.max_steps=4"]) == 2
     assert "already holds a run" in capsys.readouterr().err
     assert load_checkpoint(tmp_path / "run" / "last.pt").training["progress"]["step"] == 3
+
+
+def test_a_resumed_run_notices_other_data_and_counts_in_images(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Annotations are edited in place, and a step has twice the images."""
+    command, run = ["--config", str(tiny), "eval.pictures=0"], tmp_path / "run"
+    assert train_net([*command, "train.max_steps=7"]) == 0
+    progress = load_checkpoint(run / "last.pt").training["progress"]
+    assert (progress["epoch"], progress["images"]) == (1, 6)
+    for split, images in (("train", 12), ("val", 4)):
+        path = tmp_path / split / "annotations.json"
+        content = json.loads(path.read_text())
+        kept = {image["id"] for image in content["images"][:images]}
+        content["images"] = content["images"][:images]
+        content["annotations"] = [each for each in content["annotations"] if each["image_id"] in kept]
+        content["annotations"][0]["bbox"] = [1, 1, 9, 8]
+        path.write_text(json.dumps(content))
+    capsys.readouterr()
+    assert train_net([*command, "--resume", "train.accumulate=2"]) == 0
+    said = capsys.readouterr().err
+    for text in ("data.train had 15 images with", "has 12 images with", "data.val had 4 images with", "best.pt"):
+        assert text in said, text
+    assert "resumed at step 7 of 10, after 1.5 of 3 epochs" in said, "2 steps of 6 images an epoch"
+    found = records(run / "metrics.jsonl", "val")
+    assert [(record["epoch"], "score" in record) for record in found] == [(1, False), (2, False), (2, True), (3, True)]
+    assert load_checkpoint(run / "best.pt").training["progress"]["best_step"] in (8, 10)
+    assert train_net([*command, "--resume", "train.accumulate=2", "train.epochs=2"]) == 2
+    assert "has trained for 3 epochs" in capsys.readouterr().err
