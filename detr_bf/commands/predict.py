@@ -20,7 +20,7 @@ import signal
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,7 +44,7 @@ from detr_bf.files import (
 )
 from detr_bf.malloc import keep_freed_memory
 from detr_bf.models import load_predictor
-from detr_bf.prediction import Prediction
+from detr_bf.prediction import FramePrediction, Prediction
 from detr_bf.predictor import Predictor
 from detr_bf.progress import progress_bar, setup_logging
 from detr_bf.report import ProbableClasses, class_labels, draw_panoptic, prediction_sheet, save_picture
@@ -92,6 +92,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--every", type=int, metavar="N", help="of a video: only each N-th frame, the first included")
     parser.add_argument(
+        "--live",
+        action=argparse.BooleanOptionalAction,
+        help="of a stream: only the newest frame, so that the delay does not grow (the default of streams without an "
+        "end); --no-live takes every frame",
+    )
+    parser.add_argument(
+        "--reconnect", action="store_true", help="open a stream again that fails, ends or sends no data for 30 s"
+    )
+    parser.add_argument(
         "--tile",
         nargs=2,
         type=int,
@@ -122,8 +131,13 @@ def _run(options: argparse.Namespace) -> int:
     keep_freed_memory(large=True)
     if any(is_video_stream(name) or name.lower().endswith(VIDEO_SUFFIXES) for name in options.inputs):
         return _run_video(options, output, threshold)
-    if options.every is not None:
-        raise InputError("--every is for a video, and none is given")
+    for name, is_given in (
+        ("every", options.every is not None),
+        ("live", options.live is not None),
+        ("reconnect", options.reconnect),
+    ):
+        if is_given:
+            raise InputError(f"--{name} is for a video, and none is given")
     files = list(image_files(list(_inputs(options.inputs)), output.written))
     predictor = load_predictor(options.checkpoint, options.device)
     images = InputImages(files, predictor.max_pixels)
@@ -170,42 +184,68 @@ def _run_video(options: argparse.Namespace, output: Output, threshold: float | s
     if not isinstance(predictor, Predictor):
         raise InputError(f"{options.checkpoint} is of a classifier, and videos need a detector")
     every, name = 1 if options.every is None else options.every, OBJECT_FORMATS["jsonl"]
-    found = predictor.predict_video(video, every, threshold=threshold, tile=options.tile, half=options.half)
+    asked = {"live": options.live, "reconnect": options.reconnect, "tile": options.tile, "half": options.half}
+    found = predictor.predict_video(video, every, threshold=threshold, **asked)
     frames = objects = 0
     with (
-        _noted_signals() as noted,
+        _noted_signals() as interruption,
         output.writing([name], InputImages([] if is_video_stream(video) else [Path(video)], predictor.max_pixels)),
         atomic_write(output.folder / name) as temporary,
         temporary.open("w", encoding="utf-8", errors="surrogateescape", newline="\n") as lines,
     ):
         try:
-            for each in progress_bar(found, desc="predicting", unit="frame"):
+            for each in interruption.until_signal(progress_bar(found, desc="predicting", unit="frame")):
                 lines.write(f"{each.to_json()}\n")
                 frames, objects = frames + 1, objects + len(each)
-                if noted:
-                    break
         except InputError as error:
             if not frames:
                 raise
             damage = printable(error, limit=1000)
     print(f"{objects} objects in {frames} frames, {_scores(predictor, threshold)}: {printable(output.folder)}")
-    if noted:
+    if interruption.signal:
         print("interrupted: the frames before are written", file=sys.stderr)
-        return 128 + noted[0]
+        return 128 + interruption.signal
     if damage:
         print(damage, file=sys.stderr)
     return 1 if damage else 0
 
 
+@dataclass
+class _Interruption:
+    """First SIGINT or SIGTERM that arrived."""
+
+    signal: int = 0
+    waits: bool = False  # for a frame: the signal ends the wait, as none may come from a stream
+
+    def until_signal(self, frames: Iterable[FramePrediction]) -> Iterator[FramePrediction]:
+        """Yield the frames before the signal."""
+        following = iter(frames)
+        while not self.signal:
+            self.waits = True
+            try:
+                each = next(following, None)
+            except KeyboardInterrupt:
+                if not self.signal:
+                    raise
+                return
+            finally:
+                self.waits = False
+            if each is None:
+                return
+            yield each
+
+
 @contextmanager
-def _noted_signals() -> Iterator[list[int]]:
-    """Yield a list of the numbers of SIGINT and SIGTERM that arrive; a second signal ends the program."""
-    noted: list[int] = []
+def _noted_signals() -> Iterator[_Interruption]:
+    """Note SIGINT or SIGTERM; a second signal ends the program."""
+    interruption = _Interruption()
 
     def note(number: int, _: object) -> None:
-        noted.append(number)
+        interruption.signal = number
         restore()
-        print("ending after the next frame; another signal ends at once, without the frames", file=sys.stderr)
+        if interruption.waits:
+            raise KeyboardInterrupt
+        print("ending after this frame; another signal ends at once, without the frames", file=sys.stderr)
 
     def restore() -> None:
         for number, handler in before.items():
@@ -213,7 +253,7 @@ def _noted_signals() -> Iterator[list[int]]:
 
     before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield noted
+        yield interruption
     finally:
         restore()
 
