@@ -106,10 +106,9 @@ class PanopticPrediction(PredictedImage, PanopticMap):
     def to_dict(self) -> dict[str, Any]:
         """Return ``file`` and ``segments``: COCO's entry of each, its name, and its mask as compressed run lengths."""
         entries = self.to_coco().annotation["segments_info"]
-        masks = encoded(torch.from_numpy(self.bitmaps())) if entries else ()
         segments = [
-            {**entry, "name": name, "segmentation": mask}
-            for entry, name, mask in zip(entries, self.names, masks, strict=True)
+            {**entry, "name": name, "segmentation": encoded(self.ids == segment.id)}
+            for entry, name, segment in zip(entries, self.names, self.segments, strict=True)
         ]
         return {"file": self.source, "segments": segments}
 
@@ -152,7 +151,10 @@ class Prediction(PredictedImage, Detections):
         """Return the masks (N, H, W) bool; None for a detector without mask head."""
         if self.masks is None:
             return None
-        return np.array([coco_mask.decode(dict(each)) for each in self.masks], bool).reshape(-1, *self.size)
+        bitmaps = np.empty((len(self.masks), *self.size), dtype=bool)
+        for bitmap, each in zip(bitmaps, self.masks, strict=True):
+            bitmap[:] = coco_mask.decode(dict(each))
+        return bitmaps
 
     def plot(self, class_names: Sequence[str] | None = None) -> Image.Image:
         """Draw boxes, classes, scores and masks on the image; a small image is enlarged.

@@ -49,7 +49,7 @@ def prediction(masks: bool = False, **changes: Any) -> Prediction:
         boxes=torch.tensor([[10.0, 5.0, 30.5, 20.0], [40.0, 30.0, 80.0, 60.0]]),
         scores=torch.tensor([0.75, 0.5]),
         labels=torch.tensor([0, 1]),
-        masks=encoded(bitmaps) if masks else None,
+        masks=tuple(map(encoded, bitmaps)) if masks else None,
         class_map=CLASSES,
         given=torch.full((3, *SIZE), 128, dtype=torch.uint8),
         source="photos/a.jpg",
@@ -253,7 +253,7 @@ class Blobs(Predictor):
             boxes = boxes.reshape(-1, 4)
             areas, order = (boxes[:, 2:] - boxes[:, :2]).prod(1).sort(descending=True)
             bitmaps = [regions == number + 1 for number in order.tolist()]
-            boxes, masks = boxes[order], encoded(torch.from_numpy(np.stack(bitmaps))) if count else ()
+            boxes, masks = boxes[order], tuple(encoded(torch.from_numpy(each)) for each in bitmaps)
             labels = torch.zeros(count, dtype=torch.int64)
             found.append(Detections(target.image_id, boxes, areas / (areas + 1000), labels, masks))
         return found
