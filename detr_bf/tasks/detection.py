@@ -44,7 +44,7 @@ from detr_bf.data.checks.report import Split
 from detr_bf.data.checks.statistics import describe_splits
 from detr_bf.data.coco import CocoDetection, Source, check_annotations, read_annotations
 from detr_bf.data.transforms import mixup, resized_size
-from detr_bf.detectors import Detector, detector_named
+from detr_bf.detectors import Detector
 from detr_bf.engine import (
     Checkpoint,
     DetectionEvaluator,
@@ -128,7 +128,6 @@ class DetectionTask(Task[DetectionConfig]):
         return replace(report, contents=(str(found), *report.contents))
 
     def check(self) -> Mapping[str, Any] | None:
-        detector_named(self.config.model.name)  # before all images are read
         for split in ("train", "val"):  # without a validation split there is no best checkpoint
             data_source(self.config, split)
         return super().check()
@@ -159,16 +158,18 @@ class DetectionTask(Task[DetectionConfig]):
     def build_model(self, num_classes: int, *, pretrained: bool = False) -> Detector:
         return build_model(self.config, num_classes, pretrained=pretrained)
 
+    def check_start(self) -> None:
+        if self.config.freeze.detector and self.config.model.masks and not self.config.init_from:
+            raise InputError(
+                "freeze.detector=true needs init_from=RUN_OR_FILE: a detector trained on boxes of these classes"
+            )
+
     def initialize(self, model: torch.nn.Module) -> None:
         """Load ``init_from``, except for the mask head if the detector is frozen."""
         config = self.config
         if config.init_from:
             weights = read_initial_weights(Path(config.init_from))
             logger.info(load_fitting(model, weights, config.init_from, "mask_head" if config.freeze.detector else None))
-        elif config.freeze.detector:
-            raise InputError(
-                "freeze.detector=true needs init_from=RUN_OR_FILE: a detector trained on boxes of these classes"
-            )
 
     def adopt_settings(self, checkpoint: Checkpoint) -> None:
         """Take over batch size and accumulation of the run if it chose them, for as many images of a step."""
