@@ -187,9 +187,15 @@ def test_csv_and_pandas() -> None:
 
 
 def test_yolo() -> None:
-    first, second = prediction().to_yolo().splitlines()
+    first, second = prediction().to_yolo(scores=True).splitlines()
     assert first == "0 0.253125 0.208333 0.256250 0.250000 0.750000"
     assert second.startswith("1 0.750000 0.750000 0.500000 0.500000")
+    assert prediction().to_yolo().splitlines() == [line.rpartition(" ")[0] for line in (first, second)]
+    height, width = SIZE
+    over = replace(
+        prediction(), boxes=torch.tensor([[-width, -height, width, height], [2.0 * width, 0, 3 * width, height]])
+    )
+    assert over.to_yolo() == "0 0.500000 0.500000 1.000000 1.000000\n", "a box is cut, and one outside is left out"
     assert prediction(**NOTHING).to_yolo() == ""
 
 

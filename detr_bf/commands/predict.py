@@ -84,8 +84,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--format",
         choices=OBJECT_FORMATS,
         help="of the objects: json (predictions.json, the default), jsonl (a line for each image or frame), csv (a row "
-        "for each object), coco (a COCO data set with scores, for labelling tools) or yolo (a label file for each "
-        "image)",
+        "for each object), coco (a COCO data set with scores, for labelling tools) or yolo (a label file without "
+        "scores for each image)",
     )
     parser.add_argument(
         "--save-pictures", action=argparse.BooleanOptionalAction, help="draw each image (the default), not each frame"
@@ -138,9 +138,10 @@ def _run(options: argparse.Namespace) -> int:
     ):
         if is_given:
             raise InputError(f"--{name} is for a video, and none is given")
-    files = list(image_files(list(_inputs(options.inputs)), output.written))
+    inputs = list(_inputs(options.inputs))
+    files = list(image_files(inputs, output.written))
     predictor = load_predictor(options.checkpoint, options.device)
-    images = InputImages(files, predictor.max_pixels)
+    images = InputImages(files, predictor.max_pixels, [path for path in inputs if path.is_dir()])
     if not isinstance(predictor, Predictor):
         if options.panoptic:
             raise InputError(f"{options.checkpoint} is of a classifier, and --panoptic needs a detector with masks")
@@ -285,11 +286,12 @@ def threshold_of(text: str | None) -> float | str | None:
 
 
 class InputImages:
-    """Image files, and the reasons why some of them could not be read."""
+    """Image files, and the reasons why some of them could not be read; ``folders`` are those that were given."""
 
-    def __init__(self, files: Sequence[Path], max_pixels: int) -> None:
+    def __init__(self, files: Sequence[Path], max_pixels: int, folders: Sequence[Path] = ()) -> None:
         self.files = files
         self.max_pixels = max_pixels
+        self._folders = folders
         self.unreadable: list[str] = []
 
     def __iter__(self) -> Iterator[tuple[int, Path, Tensor]]:
@@ -312,6 +314,33 @@ class InputImages:
     def picture_names(self) -> dict[int, str]:
         """Return the name of the picture of each image, made of its index and its file name."""
         return {number: f"{number:04d}_{_stem(file)}.png" for number, file in enumerate(self.files)}
+
+    def label_names(self) -> dict[int, str]:
+        """Return the name of YOLO's label file of each image.
+
+        It is the path of the image below the given folder, with ``labels`` instead of the last folder ``images``, or
+        else in ``labels``.
+
+        Raises:
+            InputError: two images would have the same label file, or one that of the class names.
+        """
+        images: dict[str, Path] = {}
+        for file in self.files:
+            base = next((folder for folder in self._folders if file.is_relative_to(folder)), file.parent)
+            *parts, name = file.relative_to(base).with_suffix(".txt").parts
+            at = max((index for index, part in enumerate(parts) if part == "images"), default=None)
+            label = "/".join(
+                ["labels", *parts, name] if at is None else [*parts[:at], "labels", *parts[at + 1 :], name]
+            )
+            other = images.setdefault(label, file)
+            if other is not file:
+                raise InputError(
+                    f"{printable(other)} and {printable(file)} would have the same label file {printable(label)}: give "
+                    "the folder that holds both, rename one, or predict them one after the other"
+                )
+            if name == "classes.txt":
+                raise InputError(f"the label file of {printable(file)} would be read as the class names: rename it")
+        return dict(enumerate(images))
 
 
 class Output:
@@ -348,7 +377,8 @@ class Output:
             if name not in self._before and (path.exists() or path.is_symlink()):
                 raise InputError(f"{printable(path)} exists and was not written by this command; move it, or {other}")
         folders = [self.folder, *self.folder.parents]
-        parts = [folder for part in ("panoptic", "labels") if not (folder := self.folder / part).exists()]
+        below = {self.folder / part for name in names for part in Path(name).parents if part.parts}
+        parts = sorted((folder for folder in below if not folder.exists()), reverse=True)
         new = [*parts, *folders[: sum(not folder.exists() for folder in folders)]]
         before = {name: _stamp(self.folder / name) for name in names}
         make_output_folder(self.folder, "--output")
@@ -405,7 +435,7 @@ def write_objects(
 ) -> str:
     """Write the objects in one of :data:`OBJECT_FORMATS`, and a picture of each image; return how many there are."""
     names, labels = images.picture_names(), class_labels(predictor.class_map)
-    texts = {number: f"labels/{Path(name).stem}.txt" for number, name in names.items()}
+    texts = images.label_names() if form == "yolo" else {}
     files = [*texts.values(), "classes.txt", "images.txt"] if form == "yolo" else [OBJECT_FORMATS[form]]
     found = []
     with output.writing([*(names.values() if pictures else ()), *files], images):
