@@ -73,9 +73,7 @@ class FileDetector(ABC):
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self.path is None:
-            raise InputError(
-                f"{self.source} is not a detector of detr_bf.load: only one that has a file can be pickled"
-            )
+            raise InputError(f"{self.source} cannot be pickled: only a detector that has a file can, see detr_bf.load")
         return _reopened, (self.path, self.metadata)
 
     @abstractmethod
