@@ -41,10 +41,10 @@ class ExportedPredictor(Predictor):
         found, targets, detected = runtime.run(batch), batch.targets, []
         masks = runtime.masks_over(batch, found["masks"]) if "masks" in found else None
         for image, target in enumerate(targets):
-            number = torch.arange(found["scores"].shape[1])
+            row, queries = torch.tensor([image]), torch.arange(found["scores"].shape[1])
             coded = None
             if masks is not None:
-                coded = self.postprocess.coded_masks(masks.of(torch.full_like(number, image), number), target, targets)
+                coded = self.postprocess.coded_masks((masks.of(row, q)[0] for q in queries.split(1)), target, targets)
             boxes, scores, labels = (found[name][image] for name in ("boxes", "scores", "labels"))
             detected.append(self.postprocess.detections(boxes, scores, labels, coded, target))
         return detected

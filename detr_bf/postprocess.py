@@ -5,7 +5,7 @@ Shape legend: Q queries, N detections, K class logits, h x w cells of a mask, H 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,7 +48,7 @@ class Postprocess:
         masks = None
         if outputs.masks is not None:
             distinct, index = query.unique(return_inverse=True)  # a query may be detected with several classes
-            logits = outputs.masks.of(torch.full_like(distinct, image), distinct).float()
+            logits = outputs.masks.of(torch.full_like(distinct, image), distinct)
             coded = self.coded_masks(logits, targets[image], targets)
             masks = tuple(coded[i] for i in index.tolist())
         return self.detections(boxes[query], best, label, masks, targets[image])
@@ -66,10 +66,19 @@ class Postprocess:
         scale = boxes.new_tensor([width, height, width, height])
         return Detections(target.image_id, (boxes * scale).cpu(), scores.cpu(), labels.cpu(), masks)
 
-    def coded_masks(self, logits: Tensor, target: Target, targets: Sequence[Target]) -> tuple[dict[str, Any], ...]:
-        """Return run lengths of the masks of an image from logits (N, h, w) over the padded batch of ``targets``."""
-        inside = (unpadded_masks(logits, target, targets).sigmoid() > self.mask_threshold).byte()
-        return encoded(F.interpolate(inside[:, None], target.original_size)[:, 0])
+    def coded_masks(
+        self, logits: Iterable[Tensor], target: Target, targets: Sequence[Target]
+    ) -> tuple[dict[str, Any], ...]:
+        """Return run lengths of the masks of an image from logits (h, w) over the padded batch of ``targets``.
+
+        Only one mask at a time has the size of the original image, which may be 25 MB.
+        """
+
+        def coded(logit: Tensor) -> dict[str, Any]:
+            inside = (unpadded_masks(logit[None].float(), target, targets).sigmoid() > self.mask_threshold).byte()
+            return encoded(F.interpolate(inside[:, None], target.original_size)[0, 0])
+
+        return tuple(coded(each) for each in logits)
 
 
 @dataclass(frozen=True)
@@ -146,7 +155,7 @@ def unpadded_masks(logits: Tensor, target: Target, targets: Sequence[Target]) ->
     return F.interpolate(logits[:, None], size=padded, mode="bilinear")[:, 0, :height, :width]
 
 
-def encoded(masks: Tensor) -> tuple[dict[str, Any], ...]:
-    """Encode masks (N, H, W) of 0 and 1 as COCO's compressed RLE, ready for JSON."""
-    coded = coco_mask.encode(np.asfortranarray(masks.permute(1, 2, 0).to("cpu", torch.uint8).numpy()))
-    return tuple({"size": one["size"], "counts": one["counts"].decode()} for one in coded)
+def encoded(mask: Tensor) -> dict[str, Any]:
+    """Encode a mask (H, W) of 0 and 1 as COCO's compressed RLE, ready for JSON."""
+    coded = coco_mask.encode(np.asfortranarray(mask.to("cpu", torch.uint8).numpy()))
+    return {"size": coded["size"], "counts": coded["counts"].decode()}

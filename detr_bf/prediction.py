@@ -108,10 +108,9 @@ class PanopticPrediction(PredictedImage, PanopticMap):
     def to_dict(self) -> dict[str, Any]:
         """Return ``file`` and ``segments``: COCO's entry of each, its name, and its mask as compressed run lengths."""
         entries = self.to_coco().annotation["segments_info"]
-        masks = encoded(torch.from_numpy(self.bitmaps())) if entries else ()
         segments = [
-            {**entry, "name": name, "segmentation": mask}
-            for entry, name, mask in zip(entries, self.names, masks, strict=True)
+            {**entry, "name": name, "segmentation": encoded(self.ids == segment.id)}
+            for entry, name, segment in zip(entries, self.names, self.segments, strict=True)
         ]
         return {"file": self.source, "segments": segments}
 
@@ -154,7 +153,10 @@ class Prediction(PredictedImage, Detections):
         """Return the masks (N, H, W) bool; None for a detector without mask head."""
         if self.masks is None:
             return None
-        return np.array([coco_mask.decode(dict(each)) for each in self.masks], bool).reshape(-1, *self.size)
+        bitmaps = np.empty((len(self.masks), *self.size), dtype=bool)
+        for bitmap, each in zip(bitmaps, self.masks, strict=True):
+            bitmap[:] = coco_mask.decode(dict(each))
+        return bitmaps
 
     def plot(self, class_names: Sequence[str] | None = None) -> Image.Image:
         """Draw boxes, classes, scores and masks on the image; a small image is enlarged.
@@ -207,14 +209,22 @@ class Prediction(PredictedImage, Detections):
             for each in self.to_dict()["objects"]
         ]
 
-    def to_yolo(self) -> str:
-        """Return a YOLO label file: class index, centre, width and height in fractions of the image, score."""
+    def to_yolo(self, scores: bool = False) -> str:
+        """Return a YOLO label file: class index, centre, width and height in fractions of the image.
+
+        Boxes are cut at the border of the image, and objects outside it are left out.
+
+        Args:
+            scores: add the score as a sixth column. Programs that read labels take such a line for a polygon.
+        """
         (height, width), lines = self.size, []
-        for label, score, (x, y, w, h) in zip(
-            self.labels.tolist(), self.scores.tolist(), self._coco_boxes(), strict=True
+        corners = (self.boxes.double() / torch.tensor([width, height, width, height])).clamp(0, 1)
+        for label, score, (x0, y0, x1, y1) in zip(
+            self.labels.tolist(), self.scores.tolist(), corners.tolist(), strict=True
         ):
-            place = ((x + w / 2) / width, (y + h / 2) / height, w / width, h / height)
-            lines.append(" ".join([str(label), *(f"{value:.6f}" for value in (*place, score))]))
+            values = [(x0 + x1) / 2, (y0 + y1) / 2, x1 - x0, y1 - y0, *([score] if scores else [])]
+            if x1 > x0 and y1 > y0:
+                lines.append(" ".join([str(label), *(f"{value:.6f}" for value in values)]))
         return "".join(f"{line}\n" for line in lines)
 
     def rows(self) -> list[tuple[Any, ...]]:

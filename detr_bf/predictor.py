@@ -251,6 +251,8 @@ class Predictor:
         batch_size: int = 1,
         threshold: float | str | None = None,
         *,
+        live: bool | None = None,
+        reconnect: bool = False,
         device: str | torch.device | None = None,
         half: bool = False,
         tile: tuple[int, int] | None = None,
@@ -260,6 +262,8 @@ class Predictor:
         Args:
             video: file, address (http, https, rtsp, rtmp), or number of a camera (Linux).
             every: detect only in frames whose number, from 0, is a multiple of it.
+            live, reconnect: as of :func:`~detr_bf.data.video.read_frames`; by default only the newest frame of a live
+                source is taken, and those that came during a detection are left out.
             batch_size, threshold, device, half, tile: as of :meth:`predict`.
 
         Raises:
@@ -268,7 +272,7 @@ class Predictor:
         """
         check_batch_size(batch_size)
         call = _Call(self.least_scores(threshold), batch_size, half, check_tile(tile))
-        frames = read_frames(video, every=every, max_pixels=self.max_pixels)
+        frames = read_frames(video, every=every, live=live, reconnect=reconnect, max_pixels=self.max_pixels)
         return self._on(device)._predict_frames(
             frames, call, f"camera {video}" if isinstance(video, int) else str(video)
         )
@@ -527,7 +531,7 @@ class Predictor:
             for x0, y0, x1, y1 in places
         )
         found = (
-            _above(each, call.least)
+            each.above(call.least)
             for batch in iter(lambda: list(islice(samples, call.batch_size)), [])
             for each in self._detect(Batch.collate(batch), call.half)
         )
@@ -571,15 +575,6 @@ class Predictor:
 
     def _sample(self, pixels: Tensor, index: int) -> tuple[Tensor, Target]:
         return eval_sample(self.transform, pixels, index)
-
-
-def _above(detections: Detections, least: Tensor) -> Detections:
-    """Return the detections whose scores reach the least score of their class, (K,)."""
-    keep = ~(detections.scores.cpu().double() < least[detections.labels.cpu()])  # NaN is kept, and refused later
-    masks = detections.masks and tuple(mask for mask, kept in zip(detections.masks, keep, strict=True) if kept)
-    keep = keep.to(detections.scores.device)
-    boxes, scores, labels = (x[keep] for x in (detections.boxes, detections.scores, detections.labels))
-    return Detections(detections.image_id, boxes, scores, labels, masks)
 
 
 def _is_folder(images: object) -> bool:

@@ -119,6 +119,7 @@ def dry_run_training(task: Task[Any]) -> str | None:
             check_loggers(config.train.loggers)
             check_output_folder(folder.path, "output_dir")
             _check_folder(folder, False, False)
+            task.check_start()
             task.check()
 
         distributed.run_on_main(prepare)
@@ -238,8 +239,10 @@ def _check(task: Task[Any], folder: RunFolder, checkpoint: Checkpoint | None) ->
     """Check everything that can be known before the model is built; return the statistics of the data."""
     if checkpoint is not None:
         _check_same_task(task.config, checkpoint, folder)
-    elif task.config.init_from:
-        find_weights(task.config.init_from)  # downloads published ones before the data are read
+    else:
+        task.check_start()
+        if task.config.init_from:
+            find_weights(task.config.init_from)  # downloads published ones before the data are read
     statistics = task.check()
     folder.remove_unfinished()
     if checkpoint is not None:

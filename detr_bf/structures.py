@@ -394,6 +394,13 @@ class Detections:
     labels: Tensor  # (N,) int64, contiguous class indices
     masks: tuple[Mapping[str, Any], ...] | None = None  # N masks of the original file as COCO's compressed RLE
 
+    def above(self, least: Tensor) -> Detections:
+        """Return the detections whose scores reach the least score of their class, (K,); NaN is kept."""
+        keep = ~(self.scores.cpu().double() < least[self.labels.cpu()])
+        masks = self.masks and tuple(mask for mask, kept in zip(self.masks, keep, strict=True) if kept)
+        boxes, scores, labels = (x[keep.to(x.device)] for x in (self.boxes, self.scores, self.labels))
+        return Detections(self.image_id, boxes, scores, labels, masks)
+
 
 @dataclass(frozen=True)
 class Segment:

@@ -148,4 +148,4 @@ def _joint_mask(parts: Sequence[tuple[TilePlace, Any]], size: tuple[int, int]) -
     whole = np.zeros(size, dtype=np.uint8)
     for (x0, y0, x1, y1), mask in parts:
         whole[y0:y1, x0:x1] |= coco_mask.decode(dict(mask))
-    return encoded(torch.from_numpy(whole)[None])[0]
+    return encoded(torch.from_numpy(whole))

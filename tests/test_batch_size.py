@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from detr_bf.assembly import build_model
+from detr_bf.assembly import build_model, training
 from detr_bf.assembly.data import build_train_data
 from detr_bf.assembly.training import precision_of
 from detr_bf.commands.train import main as train_command
@@ -215,3 +215,17 @@ def test_automatic_precision(native: bool, expected: torch.dtype, monkeypatch: p
     assert asked == [False]
     config.train.precision = "fp16"
     assert precision_of(config, torch.device("cpu")) is torch.float16
+
+
+@pytest.mark.parametrize(("capabilities", "slow"), [({"avx512_fp16": False}, True), ({"avx512_fp16": True}, False)])
+def test_slow_float16_on_a_cpu_is_told(
+    capabilities: dict[str, bool], slow: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
+    training._warn_of_slow_fp16.cache_clear()
+    config = DetectionConfig()
+    config.train.precision = "fp16"
+    for _ in range(2):
+        precision_of(config, torch.device("cpu"))
+    assert caplog.text.count("train.precision=fp16 is about twenty times slower than bf16") == slow
+    training._warn_of_slow_fp16.cache_clear()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import json
 import math
+import pickle
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -30,6 +33,7 @@ from detr_bf.errors import InputError
 from detr_bf.evaluation import ScoreThresholds
 from detr_bf.export import GivenSelections, ParityError, parity, parity_table, synthetic_images
 from detr_bf.export.precision import calibration_files, exact_nodes, half_precision
+from detr_bf.export.runtime import OnnxDetector
 from detr_bf.predictor import Predictor
 from detr_bf.sharing import Origin
 from detr_bf.structures import Batch, ClassMap
@@ -123,6 +127,26 @@ def check_every_form(original: Predictor, path: Path) -> None:
         loaded(synthetic_images(), 0.0, batch_size=3), original(synthetic_images(), 0.0, batch_size=3), strict=True
     ):
         same(found, expected)
+
+
+def test_a_pickled_detector_reads_its_file_again(detr: tuple[Predictor, Path], tmp_path: Path) -> None:
+    path = tmp_path / "it.onnx"
+    shutil.copy(detr[1], path)
+    loaded, image = detr_bf.load(path), synthetic_images()[0]
+    expected = loaded(image, threshold=0.0)
+    for copied in (pickle.loads(pickle.dumps(loaded)), copy.deepcopy(loaded)):
+        same(copied(image, threshold=0.0), expected)
+    content = pickle.dumps(loaded)
+    changed = onnx.load(str(path))
+    next(each for each in changed.metadata_props if each.key == "threshold").value = "0.123"
+    onnx.save(changed, str(path))
+    with pytest.raises(InputError, match=r"it\.onnx has changed since its detector was pickled"):
+        pickle.loads(content)
+    path.unlink()
+    with pytest.raises(InputError, match=r"it\.onnx cannot be read"):
+        pickle.loads(content)
+    with pytest.raises(InputError, match="only a detector that has a file can"):
+        pickle.dumps(OnnxDetector(detr[1].read_bytes(), "bytes"))
 
 
 def test_a_fixed_form_with_detections(tmp_path: Path) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from pycocotools import mask as coco_mask
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from detr_bf.losses import CrossEntropy, Focal
 from detr_bf.postprocess import PanopticPostprocess, Postprocess
@@ -136,6 +139,39 @@ def test_detections_have_masks_of_the_original_image() -> None:
         labels = found.labels[:CLASSES].tolist()
         assert sorted(labels) == list(range(CLASSES)), "query i has class i; the last query, without object, is last"
         assert torch.equal(masks, expected[[*labels, CLASSES]])
+
+
+class LargestTensor(TorchDispatchMode):
+    """Bytes of the largest result of an operator."""
+
+    size = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            self.size = max(self.size, result.numel() * result.element_size())
+        return result
+
+
+def test_masks_have_the_original_size_one_at_a_time() -> None:
+    """30 masks of a photograph of 3 megapixels are 90 MB."""
+    queries, height, width = 30, 1500, 2000
+    logits = 4 * torch.randn(1, queries, 12, 16, generator=torch.Generator().manual_seed(0))
+    target = replace(example(CLASSES)[1][0], size=(96, 128), original_size=(height, width))
+    outputs = with_masks(logits, [target], CrossEntropy())
+    tracemalloc.start()
+    with LargestTensor() as largest:
+        (found,) = Postprocess(CrossEntropy())(outputs, [target])
+    peak = tracemalloc.get_traced_memory()[1]  # of NumPy arrays
+    tracemalloc.stop()
+    assert largest.size <= height * width
+    assert peak < 4 * height * width
+    inside = (F.interpolate(logits[0][:, None], size=(96, 128), mode="bilinear").sigmoid() > 0.5).byte()
+    whole = F.interpolate(inside, (height, width))[:, 0].permute(1, 2, 0).numpy()
+    expected = {each["counts"].decode() for each in coco_mask.encode(np.asfortranarray(whole))}
+    assert found.masks is not None
+    assert len(expected) == queries
+    assert {each["counts"] for each in found.masks} == expected
 
 
 def panoptic(classification: CrossEntropy | Focal | None = None, **settings: object) -> PanopticPostprocess:

@@ -49,7 +49,7 @@ def prediction(masks: bool = False, **changes: Any) -> Prediction:
         boxes=torch.tensor([[10.0, 5.0, 30.5, 20.0], [40.0, 30.0, 80.0, 60.0]]),
         scores=torch.tensor([0.75, 0.5]),
         labels=torch.tensor([0, 1]),
-        masks=encoded(bitmaps) if masks else None,
+        masks=tuple(map(encoded, bitmaps)) if masks else None,
         class_map=CLASSES,
         given=torch.full((3, *SIZE), 128, dtype=torch.uint8),
         source="photos/a.jpg",
@@ -187,9 +187,15 @@ def test_csv_and_pandas() -> None:
 
 
 def test_yolo() -> None:
-    first, second = prediction().to_yolo().splitlines()
+    first, second = prediction().to_yolo(scores=True).splitlines()
     assert first == "0 0.253125 0.208333 0.256250 0.250000 0.750000"
     assert second.startswith("1 0.750000 0.750000 0.500000 0.500000")
+    assert prediction().to_yolo().splitlines() == [line.rpartition(" ")[0] for line in (first, second)]
+    height, width = SIZE
+    over = replace(
+        prediction(), boxes=torch.tensor([[-width, -height, width, height], [2.0 * width, 0, 3 * width, height]])
+    )
+    assert over.to_yolo() == "0 0.500000 0.500000 1.000000 1.000000\n", "a box is cut, and one outside is left out"
     assert prediction(**NOTHING).to_yolo() == ""
 
 
@@ -253,7 +259,7 @@ class Blobs(Predictor):
             boxes = boxes.reshape(-1, 4)
             areas, order = (boxes[:, 2:] - boxes[:, :2]).prod(1).sort(descending=True)
             bitmaps = [regions == number + 1 for number in order.tolist()]
-            boxes, masks = boxes[order], encoded(torch.from_numpy(np.stack(bitmaps))) if count else ()
+            boxes, masks = boxes[order], tuple(encoded(torch.from_numpy(each)) for each in bitmaps)
             labels = torch.zeros(count, dtype=torch.int64)
             found.append(Detections(target.image_id, boxes, areas / (areas + 1000), labels, masks))
         return found

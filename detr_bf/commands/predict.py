@@ -20,7 +20,7 @@ import signal
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,7 +44,7 @@ from detr_bf.files import (
 )
 from detr_bf.malloc import keep_freed_memory
 from detr_bf.models import load_predictor
-from detr_bf.prediction import Prediction
+from detr_bf.prediction import FramePrediction, Prediction
 from detr_bf.predictor import Predictor
 from detr_bf.progress import progress_bar, setup_logging
 from detr_bf.report import ProbableClasses, class_labels, draw_panoptic, prediction_sheet, save_picture
@@ -84,13 +84,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--format",
         choices=OBJECT_FORMATS,
         help="of the objects: json (predictions.json, the default), jsonl (a line for each image or frame), csv (a row "
-        "for each object), coco (a COCO data set with scores, for labelling tools) or yolo (a label file for each "
-        "image)",
+        "for each object), coco (a COCO data set with scores, for labelling tools) or yolo (a label file without "
+        "scores for each image)",
     )
     parser.add_argument(
         "--save-pictures", action=argparse.BooleanOptionalAction, help="draw each image (the default), not each frame"
     )
     parser.add_argument("--every", type=int, metavar="N", help="of a video: only each N-th frame, the first included")
+    parser.add_argument(
+        "--live",
+        action=argparse.BooleanOptionalAction,
+        help="of a stream: only the newest frame, so that the delay does not grow (the default of streams without an "
+        "end); --no-live takes every frame",
+    )
+    parser.add_argument(
+        "--reconnect", action="store_true", help="open a stream again that fails, ends or sends no data for 30 s"
+    )
     parser.add_argument(
         "--tile",
         nargs=2,
@@ -122,11 +131,17 @@ def _run(options: argparse.Namespace) -> int:
     keep_freed_memory(large=True)
     if any(is_video_stream(name) or name.lower().endswith(VIDEO_SUFFIXES) for name in options.inputs):
         return _run_video(options, output, threshold)
-    if options.every is not None:
-        raise InputError("--every is for a video, and none is given")
-    files = list(image_files(list(_inputs(options.inputs)), output.written))
+    for name, is_given in (
+        ("every", options.every is not None),
+        ("live", options.live is not None),
+        ("reconnect", options.reconnect),
+    ):
+        if is_given:
+            raise InputError(f"--{name} is for a video, and none is given")
+    inputs = list(_inputs(options.inputs))
+    files = list(image_files(inputs, output.written))
     predictor = load_predictor(options.checkpoint, options.device)
-    images = InputImages(files, predictor.max_pixels)
+    images = InputImages(files, predictor.max_pixels, [path for path in inputs if path.is_dir()])
     if not isinstance(predictor, Predictor):
         if options.panoptic:
             raise InputError(f"{options.checkpoint} is of a classifier, and --panoptic needs a detector with masks")
@@ -170,42 +185,68 @@ def _run_video(options: argparse.Namespace, output: Output, threshold: float | s
     if not isinstance(predictor, Predictor):
         raise InputError(f"{options.checkpoint} is of a classifier, and videos need a detector")
     every, name = 1 if options.every is None else options.every, OBJECT_FORMATS["jsonl"]
-    found = predictor.predict_video(video, every, threshold=threshold, tile=options.tile, half=options.half)
+    asked = {"live": options.live, "reconnect": options.reconnect, "tile": options.tile, "half": options.half}
+    found = predictor.predict_video(video, every, threshold=threshold, **asked)
     frames = objects = 0
     with (
-        _noted_signals() as noted,
+        _noted_signals() as interruption,
         output.writing([name], InputImages([] if is_video_stream(video) else [Path(video)], predictor.max_pixels)),
         atomic_write(output.folder / name) as temporary,
         temporary.open("w", encoding="utf-8", errors="surrogateescape", newline="\n") as lines,
     ):
         try:
-            for each in progress_bar(found, desc="predicting", unit="frame"):
+            for each in interruption.until_signal(progress_bar(found, desc="predicting", unit="frame")):
                 lines.write(f"{each.to_json()}\n")
                 frames, objects = frames + 1, objects + len(each)
-                if noted:
-                    break
         except InputError as error:
             if not frames:
                 raise
             damage = printable(error, limit=1000)
     print(f"{objects} objects in {frames} frames, {_scores(predictor, threshold)}: {printable(output.folder)}")
-    if noted:
+    if interruption.signal:
         print("interrupted: the frames before are written", file=sys.stderr)
-        return 128 + noted[0]
+        return 128 + interruption.signal
     if damage:
         print(damage, file=sys.stderr)
     return 1 if damage else 0
 
 
+@dataclass
+class _Interruption:
+    """First SIGINT or SIGTERM that arrived."""
+
+    signal: int = 0
+    waits: bool = False  # for a frame: the signal ends the wait, as none may come from a stream
+
+    def until_signal(self, frames: Iterable[FramePrediction]) -> Iterator[FramePrediction]:
+        """Yield the frames before the signal."""
+        following = iter(frames)
+        while not self.signal:
+            self.waits = True
+            try:
+                each = next(following, None)
+            except KeyboardInterrupt:
+                if not self.signal:
+                    raise
+                return
+            finally:
+                self.waits = False
+            if each is None:
+                return
+            yield each
+
+
 @contextmanager
-def _noted_signals() -> Iterator[list[int]]:
-    """Yield a list of the numbers of SIGINT and SIGTERM that arrive; a second signal ends the program."""
-    noted: list[int] = []
+def _noted_signals() -> Iterator[_Interruption]:
+    """Note SIGINT or SIGTERM; a second signal ends the program."""
+    interruption = _Interruption()
 
     def note(number: int, _: object) -> None:
-        noted.append(number)
+        interruption.signal = number
         restore()
-        print("ending after the next frame; another signal ends at once, without the frames", file=sys.stderr)
+        if interruption.waits:
+            raise KeyboardInterrupt
+        print("ending after this frame; another signal ends at once, without the frames", file=sys.stderr)
 
     def restore() -> None:
         for number, handler in before.items():
@@ -213,7 +254,7 @@ def _noted_signals() -> Iterator[list[int]]:
 
     before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield noted
+        yield interruption
     finally:
         restore()
 
@@ -245,11 +286,12 @@ def threshold_of(text: str | None) -> float | str | None:
 
 
 class InputImages:
-    """Image files, and the reasons why some of them could not be read."""
+    """Image files, and the reasons why some of them could not be read; ``folders`` are those that were given."""
 
-    def __init__(self, files: Sequence[Path], max_pixels: int) -> None:
+    def __init__(self, files: Sequence[Path], max_pixels: int, folders: Sequence[Path] = ()) -> None:
         self.files = files
         self.max_pixels = max_pixels
+        self._folders = folders
         self.unreadable: list[str] = []
 
     def __iter__(self) -> Iterator[tuple[int, Path, Tensor]]:
@@ -272,6 +314,33 @@ class InputImages:
     def picture_names(self) -> dict[int, str]:
         """Return the name of the picture of each image, made of its index and its file name."""
         return {number: f"{number:04d}_{_stem(file)}.png" for number, file in enumerate(self.files)}
+
+    def label_names(self) -> dict[int, str]:
+        """Return the name of YOLO's label file of each image.
+
+        It is the path of the image below the given folder, with ``labels`` instead of the last folder ``images``, or
+        else in ``labels``.
+
+        Raises:
+            InputError: two images would have the same label file, or one that of the class names.
+        """
+        images: dict[str, Path] = {}
+        for file in self.files:
+            base = next((folder for folder in self._folders if file.is_relative_to(folder)), file.parent)
+            *parts, name = file.relative_to(base).with_suffix(".txt").parts
+            at = max((index for index, part in enumerate(parts) if part == "images"), default=None)
+            label = "/".join(
+                ["labels", *parts, name] if at is None else [*parts[:at], "labels", *parts[at + 1 :], name]
+            )
+            other = images.setdefault(label, file)
+            if other is not file:
+                raise InputError(
+                    f"{printable(other)} and {printable(file)} would have the same label file {printable(label)}: give "
+                    "the folder that holds both, rename one, or predict them one after the other"
+                )
+            if name == "classes.txt":
+                raise InputError(f"the label file of {printable(file)} would be read as the class names: rename it")
+        return dict(enumerate(images))
 
 
 class Output:
@@ -308,7 +377,8 @@ class Output:
             if name not in self._before and (path.exists() or path.is_symlink()):
                 raise InputError(f"{printable(path)} exists and was not written by this command; move it, or {other}")
         folders = [self.folder, *self.folder.parents]
-        parts = [folder for part in ("panoptic", "labels") if not (folder := self.folder / part).exists()]
+        below = {self.folder / part for name in names for part in Path(name).parents if part.parts}
+        parts = sorted((folder for folder in below if not folder.exists()), reverse=True)
         new = [*parts, *folders[: sum(not folder.exists() for folder in folders)]]
         before = {name: _stamp(self.folder / name) for name in names}
         make_output_folder(self.folder, "--output")
@@ -365,7 +435,7 @@ def write_objects(
 ) -> str:
     """Write the objects in one of :data:`OBJECT_FORMATS`, and a picture of each image; return how many there are."""
     names, labels = images.picture_names(), class_labels(predictor.class_map)
-    texts = {number: f"labels/{Path(name).stem}.txt" for number, name in names.items()}
+    texts = images.label_names() if form == "yolo" else {}
     files = [*texts.values(), "classes.txt", "images.txt"] if form == "yolo" else [OBJECT_FORMATS[form]]
     found = []
     with output.writing([*(names.values() if pictures else ()), *files], images):

@@ -89,7 +89,9 @@ def check(arguments: Sequence[str] | None = None) -> int:
                 raise InputError("--fix and --show-augmented exclude each other")
             given = [text for text in (*options.config, *options.settings) if text not in overrides]
             return _fix(config, options.fix, given, overrides)
-        report = task_of(config).examine()
+        task = task_of(config)
+        task.check_settings()
+        report = task.examine()
         print(safe_message(report))
         if report.errors:
             return 2

@@ -345,7 +345,7 @@ def with_run_lengths(content: CocoAnnotations, panoptic: Path | None, max_pixels
     found = []
     for file_name, segments in groupby(content.annotations, key=lambda segment: segment["file_name"]):
         ids = read_ids(panoptic / file_name, max_pixels)  # the segments of an image are consecutive
-        found += [{**segment, "segmentation": encoded((ids == segment["id"])[None])[0]} for segment in segments]
+        found += [{**segment, "segmentation": encoded(ids == segment["id"])} for segment in segments]
     return replace(content, annotations=found)
 
 
@@ -357,7 +357,7 @@ def _run_lengths_of(annotation: Mapping[str, Any], size: tuple[int, int] | None)
         masks = Segmentations([parts_of(annotation.get("segmentation"), size)]).read(0, slice(0, 1), size)
     except ValueError as error:
         raise InputError(f"{where} has no usable mask: {error}; detr-bf check lists all of them") from error
-    return encoded(masks)[0]
+    return encoded(masks[0])
 
 
 def _complete(path: Path, annotation: Mapping[str, Any], number: int, masks: bool) -> dict[str, Any]:

@@ -57,6 +57,7 @@ class FileDetector(ABC):
 
     kind: ClassVar[str]  # of files
     engine: ClassVar[str]  # what computes them
+    path: Path | None = None  # from which a pickled detector is read again
 
     def __init__(self, source: str, metadata: Mapping[str, Any], names: list[str], *, padded: bool) -> None:
         self.source, self.metadata = source, dict(metadata)
@@ -69,6 +70,11 @@ class FileDetector(ABC):
         self.names, self.padded = names, padded
         self.device = torch.device("cpu")
         self.mask_head = True if "masks" in names else None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self.path is None:
+            raise InputError(f"{self.source} cannot be pickled: only a detector that has a file can, see detr_bf.load")
+        return _reopened, (self.path, self.metadata)
 
     @abstractmethod
     def _compute(self, feeds: Mapping[str, Tensor]) -> list[Tensor]:
@@ -341,15 +347,31 @@ def file_detector(path: Path) -> FileDetector:
     Raises:
         InputError: it cannot be read, or see the classes of detectors.
     """
+    detector: FileDetector
     if path.suffix == PACKAGE_SUFFIX:
-        return PackageDetector(path)
-    if path.suffix == OPENVINO_SUFFIX:
-        return OpenVinoDetector(path)
-    try:
-        content = read_regular(path, MAX_BYTES)
-    except (FileNotFoundError, ValueError) as error:
-        raise InputError(f"{printable(path)} cannot be read: {printable(error)}") from error
-    return OnnxDetector(content, str(path))
+        detector = PackageDetector(path)
+    elif path.suffix == OPENVINO_SUFFIX:
+        detector = OpenVinoDetector(path)
+    else:
+        try:
+            content = read_regular(path, MAX_BYTES)
+        except (FileNotFoundError, ValueError) as error:
+            raise InputError(f"{printable(path)} cannot be read: {printable(error)}") from error
+        detector = OnnxDetector(content, str(path))
+    detector.path = path.absolute()
+    return detector
+
+
+def _reopened(path: Path, metadata: Mapping[str, Any]) -> FileDetector:
+    """Return the detector of a pickle, which holds the path and the metadata of its file.
+
+    Raises:
+        InputError: the file is missing, or another one with other metadata.
+    """
+    detector = file_detector(path)
+    if detector.metadata != metadata:
+        raise InputError(f"{printable(path)} has changed since its detector was pickled: load it again")
+    return detector
 
 
 @contextmanager

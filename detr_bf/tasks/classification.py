@@ -107,6 +107,14 @@ class ClassificationTask(ImageTask[ClassifierConfig]):
     def build_model(self, num_classes: int, *, pretrained: bool = False) -> nn.Module:
         return build_classifier(self.config, num_classes, pretrained=pretrained)
 
+    def check_start(self) -> None:
+        model = self.config.model
+        if (model.linear_probe or model.frozen) and not (model.pretrained or self.config.init_from):
+            setting = "linear_probe" if model.linear_probe else "frozen"
+            raise InputError(
+                f"model.{setting}=true needs a trained network: give init_from=RUN_OR_FILE, or model.pretrained=true"
+            )
+
     def initialize(self, model: nn.Module, classes: ClassMap) -> None:
         """Load ``init_from``; for a linear probe everything except the head."""
         config = self.config
@@ -114,11 +122,6 @@ class ClassificationTask(ImageTask[ClassifierConfig]):
             weights = with_resized_positions(model, read_network_weights(Path(config.init_from)), config.init_from)
             weights = self.fit_classes(model, weights, classes)
             logger.info(load_fitting(model, weights, config.init_from, "head" if config.model.linear_probe else None))
-        elif (config.model.linear_probe or config.model.frozen) and not config.model.pretrained:
-            setting = "linear_probe" if config.model.linear_probe else "frozen"
-            raise InputError(
-                f"model.{setting}=true needs a trained network: give init_from=RUN_OR_FILE, or model.pretrained=true"
-            )
 
     def check_model(self, model: nn.Module, data: ImageSplits) -> None:
         rows = min(self.config.train.batch_size, len(data.train) // distributed.world_size())

@@ -45,7 +45,7 @@ from detr_bf.data.checks.statistics import describe_splits
 from detr_bf.data.coco import CocoDetection, Source, check_annotations, read_annotations
 from detr_bf.data.columns import values_of
 from detr_bf.data.transforms import mixup, resized_size
-from detr_bf.detectors import Detector, detector_named
+from detr_bf.detectors import Detector
 from detr_bf.engine import (
     Checkpoint,
     DetectionEvaluator,
@@ -131,7 +131,6 @@ class DetectionTask(Task[DetectionConfig]):
         return replace(report, contents=(str(found), *report.contents))
 
     def check(self) -> Mapping[str, Any] | None:
-        detector_named(self.config.model.name)  # before all images are read
         for split in ("train", "val"):  # without a validation split there is no best checkpoint
             data_source(self.config, split)
         return super().check()
@@ -166,16 +165,18 @@ class DetectionTask(Task[DetectionConfig]):
     def build_model(self, num_classes: int, *, pretrained: bool = False) -> Detector:
         return build_model(self.config, num_classes, pretrained=pretrained)
 
+    def check_start(self) -> None:
+        if self.config.freeze.detector and self.config.model.masks and not self.config.init_from:
+            raise InputError(
+                "freeze.detector=true needs init_from=RUN_OR_FILE: a detector trained on boxes of these classes"
+            )
+
     def initialize(self, model: torch.nn.Module, classes: ClassMap) -> None:
         """Load ``init_from``, except for the mask head if the detector is frozen."""
         config, frozen = self.config, self.config.freeze.detector
         if config.init_from:
             weights = self.fit_classes(model, read_initial_weights(Path(config.init_from)), classes, frozen=frozen)
             logger.info(load_fitting(model, weights, config.init_from, "mask_head" if frozen else None))
-        elif frozen:
-            raise InputError(
-                "freeze.detector=true needs init_from=RUN_OR_FILE: a detector trained on boxes of these classes"
-            )
 
     def adopt_settings(self, checkpoint: Checkpoint) -> None:
         """Take over what the run chose: grey_bits, batch size and accumulation, for as many images of a step."""

@@ -62,12 +62,32 @@ class Task(ABC, Generic[C]):
     def examine(self) -> Report:
         """Return the problems of the data."""
 
-    def check(self) -> Mapping[str, Any] | None:
-        """Validate the data before anything is built (rank 0 only), and return their statistics.
+    def check_settings(self) -> None:
+        """Build model, loss and optimizer without memory for the weights.
+
+        Settings that contradict each other are told in this way before any image is read. Warnings of the parts come
+        when they are built for training.
 
         Raises:
-            InputError: the data have errors.
+            InputError: there is no such model, loss or optimizer.
         """
+        before = logging.root.manager.disable
+        logging.disable(logging.WARNING)
+        try:
+            with torch.device("meta"), torch.random.fork_rng(devices=()):
+                model = self.build_model(2)
+                self.build_criterion(model, (1, 1))
+            self.build_optimizer(model)
+        finally:
+            logging.disable(before)
+
+    def check(self) -> Mapping[str, Any] | None:
+        """Validate settings and data before anything is built (rank 0 only), and return the statistics of the data.
+
+        Raises:
+            InputError: the data have errors, or see :meth:`check_settings`.
+        """
+        self.check_settings()
         if not self.config.data.check:
             return self.describe_data()
         report = self.examine()
@@ -97,6 +117,13 @@ class Task(ABC, Generic[C]):
     @abstractmethod
     def build_model(self, num_classes: int, *, pretrained: bool = False) -> nn.Module:
         """Return the model on the CPU; without ``pretrained`` its weights are to come from a checkpoint."""
+
+    def check_start(self) -> None:
+        """Check that the settings give a new run the weights that it needs.
+
+        Raises:
+            InputError: they do not.
+        """
 
     @abstractmethod
     def initialize(self, model: nn.Module, classes: ClassMap) -> None:

@@ -213,7 +213,7 @@ STATED: dict[str, Check] = {  # parts of labels, and the settings they imply
     ),
     "longer warm-up": lambda config, found: config.optimizer.warmup_epochs == 20,
     r"(PiT)-B|(Mixer)-S/16": lambda config, found: config.model.name == ("pit_b_224" if found[1] else "mixer_s16_224"),
-    "upper half": lambda config, found: config.plugins.context_broadcasting.layers == "upper",
+    "upper layers": lambda config, found: config.plugins.context_broadcasting.layers == "upper",
     "all blocks|CB_S": lambda config, found: config.plugins.context_broadcasting.layers == "all",
     "CB_S": lambda config, found: config.plugins.context_broadcasting.scaled,
     "one head": lambda config, found: config.model.options["num_heads"] == 1,

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import http.server
+import io
 import json
 import signal
 import struct
 import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -14,9 +20,11 @@ import av
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import nn
 
 from detr_bf.commands import predict as command
+from detr_bf.data import video
 from detr_bf.data.video import read_frames
 from detr_bf.errors import InputError
 from detr_bf.prediction import FramePrediction
@@ -203,6 +211,172 @@ def test_predictions_of_frames(detector: Predictor, batch_size: int, tmp_path: P
     assert before
 
 
+class Camera:
+    """HTTP server that sends JPEG images as network cameras do, and notes the time of each.
+
+    ``scripts`` has one entry for each connection: the number of frames, and what follows: "end" or "stall".
+    """
+
+    def __init__(self) -> None:
+        self.scripts: list[tuple[int, str]] = []
+        self.pause = 0.02
+        self.sent: list[float] = []
+        self.done = threading.Event()
+        self.files: dict[str, tuple[bytes, int]] = {}  # content and stated length by path
+        camera = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def log_message(self, *_: object) -> None:
+                pass
+
+            def do_GET(self) -> None:
+                with suppress(OSError):  # the reader has closed the connection
+                    if self.path in camera.files:
+                        content, length = camera.files[self.path]
+                        self.send_response(200)
+                        self.send_header("Content-Length", str(length))
+                        self.end_headers()
+                        self.wfile.write(content)
+                    else:
+                        camera.send(self)
+
+        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server.daemon_threads = True
+        self.address = f"http://127.0.0.1:{self.server.server_port}/"
+        threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
+
+    def send(self, handler: http.server.BaseHTTPRequestHandler) -> None:
+        count, then = self.scripts.pop(0)
+        handler.send_response(200)
+        handler.send_header("Content-Type", "multipart/x-mixed-replace;boundary=frame")
+        handler.end_headers()
+        for _ in range(count):
+            pixels = np.full((HEIGHT, WIDTH, 3), 20, dtype=np.uint8)
+            left = 4 * (len(self.sent) % 16)
+            pixels[:16, left : left + 16] = 220
+            image = io.BytesIO()
+            Image.fromarray(pixels).save(image, "JPEG", quality=95)
+            content = image.getvalue()
+            head = f"--frame\r\nContent-Type: image/jpeg\r\nContent-Length: {len(content)}\r\n\r\n"
+            self.sent.append(time.monotonic())
+            handler.wfile.write(head.encode() + content + b"\r\n")
+            time.sleep(self.pause)
+        if then == "stall":
+            self.done.wait(20)
+
+
+@pytest.fixture
+def camera(monkeypatch: pytest.MonkeyPatch) -> Iterator[Camera]:
+    monkeypatch.setattr(video, "_FIRST_PAUSE", 0.05)
+    found = Camera()
+    yield found
+    found.done.set()
+    found.server.shutdown()
+    found.server.server_close()
+
+
+def slow(detector: Predictor, seconds: float, monkeypatch: pytest.MonkeyPatch) -> Predictor:
+    detect: Callable[..., Any] = type(detector)._detect
+    monkeypatch.setattr(type(detector), "_detect", lambda *given: (time.sleep(seconds), detect(*given))[1])
+    return detector
+
+
+def test_the_delay_of_a_live_source_does_not_grow(
+    detector: Predictor, camera: Camera, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """100 frames in 2 s, and 0.1 s for each detection: with all frames the last one would be 8 s late."""
+    camera.scripts = [(100, "stall")]
+    delays = []
+    for found in slow(detector, 0.1, monkeypatch).predict_video(camera.address):
+        delays.append(time.monotonic() - camera.sent[found.frame])
+        assert float(found.boxes[0, 0]) == pytest.approx(4 * (found.frame % 16), abs=2), "numbers count all frames"
+        if found.frame == 99:
+            break
+    assert max(delays) < 1.5
+    assert len(delays) < 50
+    camera.scripts = [(20, "end")]
+    camera.pause = 0.0
+    every = detector.predict_video(camera.address, live=False)
+    numbers: list[int] = []
+    with pytest.raises(InputError, match="failed after 20 frames"):  # such a stream has no end that it states
+        numbers.extend(found.frame for found in every)
+    assert numbers == list(range(20))
+
+
+def test_a_file_on_a_server_keeps_every_frame(detector: Predictor, camera: Camera, tmp_path: Path) -> None:
+    with av.open(str(tmp_path / "b.mp4"), "w", options={"movflags": "faststart"}) as target:
+        stream = target.add_stream("mpeg4", rate=RATE)
+        stream.width, stream.height, stream.pix_fmt = WIDTH, HEIGHT, "yuv420p"
+        for _ in range(COUNT):
+            target.mux(stream.encode(av.VideoFrame(WIDTH, HEIGHT, "yuv420p")))
+        target.mux(stream.encode())
+    content = (tmp_path / "b.mp4").read_bytes()
+    camera.files["/b.mp4"] = content, len(content)
+    frames = read_frames(camera.address + "b.mp4")
+    numbers = [(time.sleep(0.01), each.number)[1] for each in frames]
+    assert numbers == list(range(COUNT))
+    for source, given in ((camera.address + "b.mp4", "reconnect"), (tmp_path / "b.mp4", "live")):
+        with pytest.raises(InputError, match=f"leave {given} out, which is for cameras and live streams"):
+            read_frames(source, **{given: True})  # type: ignore[arg-type]
+
+
+def test_a_stall_is_told(camera: Camera, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(video, "_SECONDS", 0.5)
+    for live, failure in ((None, "no data for 0.5 s"), (False, "after 5 frames: no data for 0.5 s")):
+        camera.scripts = [(5, "stall")]
+        numbers: list[int] = []
+        with pytest.raises(InputError, match=failure):
+            numbers.extend(each.number for each in read_frames(camera.address, live=live))
+        assert numbers[-1] == 4
+        assert live is None or numbers == list(range(5))
+
+
+def test_a_stall_of_a_driver_that_waits_for_ever_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(video, "_SECONDS", 0.2)
+    release = threading.Event()
+
+    def frames() -> Iterator[tuple[int, float, Any]]:
+        yield 0, 0.0, None
+        release.wait(20)
+
+    found = video._newest(frames(), "camera 0", 1)
+    assert next(found) == (0, 0.0, None)
+    with pytest.raises(InputError, match=r"^camera 0: no data for 0\.2 s$"):
+        next(found)
+    release.set()
+
+
+@pytest.mark.parametrize("then", ["end", "stall"])
+def test_a_live_source_is_opened_again_if_asked(
+    then: str, camera: Camera, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(video, "_SECONDS", 0.5)
+    camera.scripts = [(5, then), (5, "stall")]
+    numbers = []
+    for each in read_frames(camera.address, reconnect=True):
+        numbers.append(each.number)
+        if each.number == 9:
+            break
+    assert numbers == sorted(set(numbers))
+    assert "connecting again in 0.05 s" in caplog.text
+    assert not camera.scripts
+
+
+def test_frames_that_the_decoder_keeps_back_come_before_the_error(camera: Camera, tmp_path: Path) -> None:
+    """A decoder of H.264 returns frames later than their packets come."""
+    content = clip(tmp_path / "a.ts", "libx264").read_bytes()
+    packet = 188
+    part = content[: len(content) * 3 // 4 // packet * packet]
+    (tmp_path / "part.ts").write_bytes(part)
+    expected = [left_of(each.pixels) for each in read_frames(tmp_path / "part.ts")]
+    assert len(expected) > 2
+    camera.files["/a.ts"] = part, len(content)
+    found: list[int] = []
+    with pytest.raises(InputError, match=f"after {len(expected)} frames"):
+        found.extend(left_of(each.pixels) for each in read_frames(camera.address + "a.ts", live=False))
+    assert found == expected
+
+
 def run(detector: Predictor, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
     monkeypatch.setattr(command, "load_predictor", lambda checkpoint, device: detector)
     return command.main(["--checkpoint", "run", *arguments])
@@ -235,6 +409,26 @@ def test_the_command_writes_a_line_for_each_frame(
     assert 0 < len((tmp_path / "out" / "predictions.jsonl").read_text().splitlines()) < COUNT
 
 
+def test_a_signal_ends_the_wait_for_a_frame(
+    detector: Predictor,
+    camera: Camera,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    camera.scripts = [(3, "stall")]
+    main = threading.main_thread().ident
+    assert main is not None
+    timer = threading.Timer(1.0, lambda: signal.pthread_kill(main, signal.SIGINT))
+    timer.start()
+    start = time.monotonic()
+    assert run(detector, ["--output", str(tmp_path / "out"), camera.address], monkeypatch) == 128 + signal.SIGINT
+    assert time.monotonic() - start < 10
+    assert "interrupted: the frames before are written" in capsys.readouterr().err
+    lines = [json.loads(line) for line in (tmp_path / "out" / "predictions.jsonl").read_text().splitlines()]
+    assert lines[-1]["frame"] == 2
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -244,6 +438,9 @@ def test_the_command_writes_a_line_for_each_frame(
         (["a.mp4", "--save-pictures"], "a video gives predictions.jsonl alone"),
         (["a.mp4", "--every", "0"], "every must be a whole number from 1"),
         (["photo.jpg", "--every", "2"], "--every is for a video, and none is given"),
+        (["photo.jpg", "--no-live"], "--live is for a video, and none is given"),
+        (["a.mp4", "--live"], "every frame of a file is read; leave live out"),
+        (["a.mp4", "--reconnect"], "it has an end; leave reconnect out"),
         (["missing.mp4"], "error: there is no video file missing.mp4"),
     ],
 )

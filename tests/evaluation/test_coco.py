@@ -333,7 +333,7 @@ def ellipse(box: Sequence[float]) -> dict[str, Any]:
     x, y, width, height = box
     rows, columns = np.mgrid[:400, :400] + 0.5
     inside = ((columns - x - width / 2) / (width / 2)) ** 2 + ((rows - y - height / 2) / (height / 2)) ** 2 <= 1
-    return encoded(torch.from_numpy(inside)[None])[0]
+    return encoded(torch.from_numpy(inside))
 
 
 def with_masks(content: dict[str, Any], results: list[dict[str, Any]]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -401,8 +401,8 @@ def test_boxes_as_an_array_and_ids_beyond_float64_give_the_same_curves(engine: s
 
 def masked(image_id: int, masks: torch.Tensor, labels: Sequence[int]) -> Detections:
     """Return detections of score 1 with these masks (N, H, W) and unrelated boxes."""
-    count = len(masks)
-    return Detections(image_id, torch.zeros(count, 4), torch.ones(count), torch.tensor(labels), encoded(masks))
+    count, coded = len(masks), tuple(map(encoded, masks))
+    return Detections(image_id, torch.zeros(count, 4), torch.ones(count), torch.tensor(labels), coded)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -430,7 +430,7 @@ def test_polygons_and_run_lengths_of_a_detection_file(coco_folder: CocoFolder) -
         polygon = [[x, y, x + w, y, x + w, y + h, x, y + h]]
         pixels = torch.zeros(1, 48, 64)
         pixels[0, y : y + h, x : x + w] = 1
-        annotation["segmentation"] = polygon if annotation["id"] % 2 else encoded(pixels)[0]
+        annotation["segmentation"] = polygon if annotation["id"] % 2 else encoded(pixels[0])
     detections, class_map = perfect(folder)
     outside = [[80, 60, 90, 60, 90, 70]]  # no pixel: no object in training
     folder.content["annotations"].append({**folder.content["annotations"][0], "id": 99, "segmentation": outside})
@@ -440,7 +440,7 @@ def test_polygons_and_run_lengths_of_a_detection_file(coco_folder: CocoFolder) -
         masks = torch.zeros(len(found.boxes), 48, 64)
         for mask, (x0, y0, x1, y1) in zip(masks, found.boxes.int().tolist(), strict=True):
             mask[y0:y1, x0:x1] = 1
-        evaluator.update([replace(found, masks=encoded(masks))])
+        evaluator.update([replace(found, masks=tuple(map(encoded, masks)))])
     assert evaluator.summarize_masks().AP == evaluator.summarize().AP == pytest.approx(1.0)
 
 

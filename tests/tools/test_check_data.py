@@ -19,11 +19,12 @@ from torch import Tensor
 from torchvision.transforms.v2.functional import to_pil_image
 
 from detr_bf.assembly.data import build_train_data
+from detr_bf.commands import main as cli
 from detr_bf.config import DetectionConfig, load_config
 from detr_bf.errors import InputError
 from detr_bf.report import Augmented, augmented_sheet
 from detr_bf.structures import Target
-from detr_bf.tasks import augmented
+from detr_bf.tasks import augmented, detection
 from detr_bf.tasks.augmented import _versions, sheet_path
 from tests.tools.image_runs import classifier_config, masked_config
 from tests.tools.test_train_net import tool
@@ -244,3 +245,45 @@ def test_bad_input_is_one_message(
     assert printed.out == ""
     assert printed.err.startswith("error: ")
     assert said in printed.err
+
+
+def _as_val(arguments: list[str]) -> list[str]:
+    return [each.replace("data.train.", "data.val.") for each in arguments if each.startswith("data.train.")]
+
+
+def _unread(*_: object, **__: object) -> NoReturn:
+    raise AssertionError("the data were read")
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (["model.name=rtdetr", "loss.classification=cross_entropy"], "set loss.classification=focal"),
+        (["model.name=rtdetr", "loss.classification=focal", "model.rtdetr.points=[4,4]"], "rtdetr.points=[4, 4]"),
+        (["model.hidden_dim=32", "model.heads=5"], "heads"),
+        (["batch_former.enabled=true", "batch_former.layers=[90]"], "batch_former"),
+        (["model.backbone.name=resnet18", "model.backbone.dilation=true"], "dilation"),
+        (["freeze.detector=true"], "it needs model.masks=true"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_told_before_the_data_are_read(
+    settings: list[str],
+    said: str,
+    detector: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name in ("examine", "read_annotations", "build_train_data"):
+        monkeypatch.setattr(detection, name, _unread)
+    for command in (["check"], ["train"], ["train", "--dry-run"]):
+        command.append("detr_r50")
+        assert cli([*command, *detector, *_as_val(detector), *settings]) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_weights_that_a_new_run_needs_are_asked_for_before_the_data_are_read(
+    detector: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(detection, "examine", _unread)
+    assert cli(["train", "detr_r50", *detector, *_as_val(detector), "freeze.detector=true", "model.masks=true"]) == 2
+    assert "needs init_from=RUN_OR_FILE" in capsys.readouterr().err

@@ -7,16 +7,19 @@ import importlib
 import io
 import json
 import os
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 
 import pandas as pd
 import pytest
+import torch
 from PIL import Image
 from pycocotools.coco import COCO
 
 import detr_bf
+from detr_bf.data.formats import read_folder
 from detr_bf.report import fonts
 from detr_bf.structures import ClassMap
 from tests.tools.test_convert_checkpoint import checkpoint
@@ -320,16 +323,55 @@ def test_formats_hold_the_same_objects(weights: Path, photos: Path, tmp_path: Pa
         assert COCO(output / "coco.json").getAnnIds()
     else:
         assert (output / "classes.txt").read_text().splitlines() == list(found[0].class_map.names)
-        assert (output / "labels" / "0001_y.txt").read_text() == found[1].to_yolo()
+        for each in found:
+            label = output / "labels" / Path(each.source).relative_to(photos).with_suffix(".txt")
+            assert label.read_text() == each.to_yolo()
         assert (output / "images.txt").read_text().splitlines() == [each.source for each in found]
     names = {"json": "predictions.json", "jsonl": "predictions.jsonl", "csv": "predictions.csv", "coco": "coco.json"}
     own = (
         {names[form]}
         if form in names
-        else {"classes.txt", "images.txt", *(f"labels/{n:04d}_{x}.txt" for n, x in enumerate("xyx"))}
+        else {
+            *("classes.txt", "images.txt"),
+            *(f"labels/{Path(each.source).relative_to(photos).with_suffix('.txt')}" for each in found),
+        }
     )
     assert set(contents(output)) == {*own, ".detr_bf_predict.json"}
     assert predict(weights, output, "--format", form, "--no-save-pictures", photos) == 0, "own files are replaced"
+
+
+@pytest.mark.parametrize("layout", ["images/train", "train/images", "images"])
+def test_yolo_labels_are_read_as_a_data_set(weights: Path, photos: Path, tmp_path: Path, layout: str) -> None:
+    root = tmp_path / "set"
+    (root / layout).mkdir(parents=True)
+    for number, file in enumerate(sorted(path for path in photos.rglob("*") if path.is_file())):
+        shutil.copy(file, root / layout / f"{number}{file.suffix}")
+    assert predict(weights, root, "--format", "yolo", "--no-save-pictures", root) == 0
+    content = read_folder(root).content
+    found = list(detr_bf.load(weights, "cpu").predict(root, threshold=0))
+    read = [[x, y, x + w, y + h] for x, y, w, h in (each["bbox"] for each in content.annotations)]
+    assert len(read) > 10
+    size = torch.tensor([40.0, 30.0, 40.0, 30.0])
+    expected = [torch.minimum(box.clamp(0), size).tolist() for one in found for box in one.boxes]
+    assert torch.allclose(torch.tensor(read), torch.tensor(expected), atol=1e-3)
+
+
+def test_images_with_one_yolo_label_file_are_refused(
+    weights: Path, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = next(path for path in photos.rglob("*") if path.is_file())
+    for name in ("a/1.png", "b/1.png", "c/classes.png"):
+        (tmp_path / name).parent.mkdir()
+        shutil.copy(one, tmp_path / name)
+    command = ("--format", "yolo", "--no-save-pictures")
+    assert predict(weights, tmp_path / "out", *command, tmp_path / "a" / "1.png", tmp_path / "b") == 2
+    assert "would have the same label file labels/1.txt: give the folder that holds both" in capsys.readouterr().err
+    assert predict(weights, tmp_path / "out", *command, tmp_path / "c") == 2
+    assert "would be read as the class names" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "c" / "classes.png").unlink()
+    assert predict(weights, tmp_path / "new", *command, tmp_path / "a" / "..") == 0
+    assert {"labels/a/1.txt", "labels/b/1.txt"} <= set(contents(tmp_path / "new"))
 
 
 def typed(text: str) -> io.TextIOWrapper:
