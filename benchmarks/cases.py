@@ -29,9 +29,9 @@ OBJECTS = (3, 11, 5, 9)  # per image, cyclic; 7 on average, about as COCO
 MATCHING_SIZES = ((4, 100), (16, 300))  # images, queries
 MATCHING_LAYERS = 6
 
-OFF = "batch_former.enabled=false"
-TRAINING = {"off": OFF, "on": "batch_former.mode=two_stream", "duplicate": "batch_former.mode=duplicate"}
-INFERENCE = {"without": OFF, "without, again": OFF, "with": "batch_former.mode=two_stream"}
+OFF, ON = "batch_former.enabled=false", "batch_former.enabled=true"
+TRAINING = {"off": OFF, "on": ON, "duplicate": "batch_former={enabled: true, mode: duplicate}"}
+INFERENCE = {"without": OFF, "without, again": OFF, "with": ON}
 
 
 @dataclass(frozen=True)

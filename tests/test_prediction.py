@@ -419,6 +419,7 @@ def test_the_copy_for_another_device_is_made_once(checkpoint: Path) -> None:
 
 
 SETTINGS = [
+    "batch_former.enabled=true",
     *("model.hidden_dim=32", "model.heads=2", "model.encoder_layers=1", "model.decoder_layers=1"),
     *("model.feedforward_dim=32", "model.num_queries=6", "model.backbone.name=resnet18", "device=cpu"),
     *("model.backbone.weights=none", "data.transforms.eval_short_side=64", "data.transforms.max_size=96"),

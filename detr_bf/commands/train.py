@@ -89,8 +89,9 @@ def check(arguments: Sequence[str] | None = None) -> int:
                 raise InputError("--fix and --show-augmented exclude each other")
             given = [text for text in (*options.config, *options.settings) if text not in overrides]
             return _fix(config, options.fix, given, overrides)
-        report = task_of(config).examine()
-        print(safe_message(report))
+        task = task_of(config)
+        report = task.examine()
+        print(safe_message("\n".join(filter(None, (str(report), task.settings_text())))))
         if report.errors:
             return 2
         if sheet is not None:

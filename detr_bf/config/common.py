@@ -186,6 +186,9 @@ class OptimizerConfig:
     clip_norm: float = not_negative(0.1)  # maximum gradient norm; 0: no clipping
 
 
+EMA_SPANS = 6  # averaging lengths, of 1 / (1 - decay) steps each, in a run whose averaged weights forget their start
+
+
 @dataclass
 class EmaConfig:
     """Exponential moving average of the weights; evaluation uses it if it is on."""
@@ -248,6 +251,9 @@ class RunConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+
+    def __post_init__(self) -> None:
+        self.sources: dict[str, str] = {}  # by full key: the file or override that set it; not a setting
 
     def check_values(self, prefix: str) -> None:
         optimizer, epochs = self.optimizer, self.train.epochs

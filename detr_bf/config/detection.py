@@ -174,7 +174,7 @@ class ModelConfig:
 class BatchFormerConfig:
     """BatchFormerV2 in the encoder."""
 
-    enabled: bool = True
+    enabled: bool = False
     layers: list[int] = indices(0)  # encoder layers with an insertion, counted from 0, ascending
     position: str = choice("before", "after")  # of the encoder layer; the authors' code inserts after it
     shared: bool = True  # one module for all insertions; false: one module each

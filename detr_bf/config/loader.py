@@ -75,6 +75,7 @@ def load_config(
         key = getattr(error, "full_key", None)
         where = f"config {', '.join(map(printable, files)) or None}:{f' {printable(key)}:' if key else ''}"
         raise InputError(f"{where} {_first_line(error)}") from error
+    config.sources = {key: source for source, tree in sources for key in flatten_settings(tree)}
     _check_values(config)
     return config
 

@@ -20,6 +20,7 @@ from detr_bf.assembly.training import (
     precision_of,
     seed_per_rank,
     train_settings,
+    warn_of_slow_average,
 )
 from detr_bf.config import RunConfig, config_to_dict
 from detr_bf.data.checks.annotations import Report
@@ -71,6 +72,10 @@ class Task(ABC, Generic[C]):
             raise InputError(f"the data cannot be trained on\n{report}")
         logger.info("%s", report)
         return report.statistics
+
+    def settings_text(self) -> str:
+        """Return a sentence about a setting that decides what is trained, with the file that set it; may be empty."""
+        return ""
 
     def describe_data(self, splits: Sequence[str] = ("train", "val")) -> Mapping[str, Any] | None:
         """Return the statistics of ``splits`` without a check of the images; None if the task has none."""
@@ -189,6 +194,7 @@ class Task(ABC, Generic[C]):
         seed_per_rank(config)
         make_batches, batches_per_epoch, num_images = self.train_batches(data, device)
         evaluate = self.build_evaluation(data.class_map, folder, data)
+        warn_of_slow_average(config, batches_per_epoch)
         optimizer = self.build_optimizer(model)
         metrics = metrics_log(config, folder, resume_from)
         with ExitStack() as undo:
