@@ -55,6 +55,7 @@ PRESETS = {
         256,
         4,
         (
+            ON,
             "model.backbone.name=resnet18",
             "model.hidden_dim=128",
             "model.feedforward_dim=512",
@@ -62,7 +63,7 @@ PRESETS = {
             "model.decoder_layers=3",
         ),
     ),
-    "paper": Preset(800, 1066, 4),
+    "paper": Preset(800, 1066, 4, (ON,)),
 }
 
 

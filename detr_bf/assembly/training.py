@@ -176,8 +176,8 @@ def warn_of_slow_average(config: RunConfig, batches_per_epoch: int) -> None:
         kept *= float((1 - torch.exp(-updates / average.warmup_steps)).prod())
     if kept > MOST_OF_THE_FIRST:
         logger.warning(
-            "train.ema.decay=%g is too slow for a run of %d steps: at the end the averaged weights, which are those that "
-            "are evaluated, would still hold %.0f %% of the weights after the first step. Set train.ema.decay=%.4g, "
+            "train.ema.decay=%g is too slow for a run of %d steps: at the end the averaged weights, which are "
+            "evaluated, would still hold %.0f %% of the weights after the first step. Set train.ema.decay=%.4g, "
             "train more epochs, or set train.ema.enabled=false",
             average.decay,
             steps,

@@ -75,6 +75,10 @@ LOCAL_PATH = Rule(
     "path of the file)",
     lambda value: _is_local_path(value),
 )
+LOCAL_PATHS = Rule(
+    "a list of at most 100 Python files on this machine, each with another name",
+    lambda values: len(values) <= 100 and all(map(_is_local_path, values)) and _have_names_of_their_own(values),
+)
 WEIGHTS = Rule(
     f"{LOCAL_PATH.wanted}, the name of published weights, or hf://user/name",
     lambda value: bool(re.fullmatch(r"hf://[\w.-]+/[\w.-]+(@[\w./-]+)?", value)) or _is_local_path(value),
@@ -89,6 +93,11 @@ ARGUMENTS = Rule(
 def _is_local_path(value: str) -> bool:
     longest = max(len(name.encode(errors="surrogatepass")) for name in value.split("/"))
     return longest <= 255 and len(value) <= 4000 and "\0" not in value and not re.match(r"[A-Za-z][\w+.-]*://", value)
+
+
+def _have_names_of_their_own(paths: list[str]) -> bool:
+    names = [each.partition("@")[0].rpartition("/")[2] for each in paths]
+    return len(set(names)) == len(names)
 
 
 def _plain_arguments(value: Any, key: str = "", level: int = 0) -> bool:
@@ -158,6 +167,21 @@ def names_of(*choices: str) -> Any:
 def arguments() -> Any:
     """Return a field for keyword arguments of a function of another library."""
     return field(default_factory=dict, **ARGUMENTS.field)
+
+
+def factors() -> Any:
+    """Return a field for factors by name, by default empty."""
+    rule = Rule(f"names with factors from 0 to {_written(LARGE)}", lambda by_name: _are_factors(by_name))
+    return field(default_factory=dict, **rule.field)
+
+
+def _are_factors(by_name: dict[str, float]) -> bool:
+    return all(0 <= factor <= LARGE for factor in by_name.values())
+
+
+def python_files() -> Any:
+    """Return a field for a list of Python files; the loader replaces those that the user names by name and hash."""
+    return field(default_factory=list, metadata={"rule": LOCAL_PATHS, "code": True})
 
 
 def path(default: str | None) -> Any:

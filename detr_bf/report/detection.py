@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from detr_bf.config import DetectionConfig
+from detr_bf.config import DetectionConfig, config_to_dict, flatten_settings
 from detr_bf.config.common import ContextBroadcastingConfig, LocalizationConfig
 from detr_bf.config.detection import DetectorPluginsConfig
 from detr_bf.evaluation import ClassResult, CocoSummary, PanopticClassResult, PanopticSummary, Result
@@ -15,7 +15,6 @@ from detr_bf.files import EVALUATION_FILE, PANOPTIC_SHEET_FILE, SHEET_FILE
 from detr_bf.report.curves import DETECTION_CURVES
 from detr_bf.report.page import (
     TaskPage,
-    count,
     headline,
     missing,
     percent,
@@ -24,6 +23,7 @@ from detr_bf.report.page import (
     table,
     validation_sheet,
 )
+from detr_bf.text import count
 
 _SIDE_BY_SIDE = "Validation images with ground truth and predictions side by side"
 
@@ -74,6 +74,20 @@ def batch_former_line(config: DetectionConfig) -> str:
         f"BatchFormerV2 {position}{weights}, mode {settings.mode.replace('_', ' ')}, {settings.heads} heads, "
         f"dropout {settings.dropout:g}, batches of {config.train.batch_size}{ending}."
     )
+
+
+def batch_former_source(config: DetectionConfig) -> str:
+    """Return sentences that say if batch attention is on, what set it, and which settings have no effect without it."""
+    on, source = config.batch_former.enabled, config.sources.get("batch_former.enabled")
+    line = batch_former_line(config)
+    if source is None and on:  # not read from files
+        return line
+    text = f"{line} batch_former.enabled={str(on).lower()} is {f'set by {source}' if source else 'the default'}."
+    given, default = (flatten_settings(config_to_dict(each)) for each in (config, DetectionConfig()))
+    unread = [key for key in config.sources if key.startswith("batch_former.") and given[key] != default[key]]
+    if on or not unread:
+        return text
+    return f"{text} {', '.join(unread)} {'has' if len(unread) == 1 else 'have'} no effect without it."
 
 
 def _results(result: Result | None) -> Iterator[str]:

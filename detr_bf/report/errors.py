@@ -20,7 +20,6 @@ from detr_bf.report.drawing import Colour, Mark, Rectangle, make_marks, paint_ma
 from detr_bf.report.figures import draw_confusion, save_figure
 from detr_bf.report.fonts import legible
 from detr_bf.report.page import (
-    count,
     missing,
     number,
     percent,
@@ -34,6 +33,7 @@ from detr_bf.report.page import (
 from detr_bf.report.panoptic import check_map_size, paint_segments
 from detr_bf.report.sheet import GROUND_TRUTH, LABEL_SIZE, Strip, fit, lay_out
 from detr_bf.structures import PanopticMap
+from detr_bf.text import count
 
 _CONFUSION_FILE = "pictures/confusion.png"
 _SEGMENTS_FILE = "pictures/confusion_panoptic.png"

@@ -18,6 +18,7 @@ from detr_bf.files import (
     CONFIG_FILE,
     EVALUATION_FILE,
     MACHINE_FILE,
+    MARKER_FILE,
     METRICS_FILE,
     REPORT_FILE,
     SHEET_FILE,
@@ -78,7 +79,7 @@ def write_report(run_dir: str | Path, page: TaskPage = DETECTION_PAGE, title: st
         [
             f'<header><h1>{escaped(heading)}</h1><p class="lead">{escaped(" ".join(sentences))}</p></header>',
             *page.results(result),
-            section("Curves", _curves(metrics, page)),
+            *([] if _is_evaluation(run_dir) else [section("Curves", _curves(metrics, page))]),
             *page.details(run_dir, result),
             section("Config", _config(_read_text(config_file))),
             section("Machine", _machine(_read_text(machine_file), machine_file)),
@@ -198,6 +199,12 @@ def _length(metrics: Metrics) -> list[str]:
 def _curves(metrics: Metrics, page: TaskPage) -> str:
     found = curves(metrics, page.curves)
     return chart_group(found) if found else missing(METRICS_FILE, "metrics")
+
+
+def _is_evaluation(run_dir: Path) -> bool:
+    """Return True for the folder of an evaluation, in which nothing was trained."""
+    text = _read_text(run_dir / MARKER_FILE)
+    return text is not None and _parse_json(text, run_dir / MARKER_FILE).get("kind") == "evaluation"
 
 
 def _read_metrics(run_dir: Path) -> Metrics:

@@ -36,7 +36,7 @@ from detr_bf.assembly.model import (
     device_of,
 )
 from detr_bf.assembly.training import build_groups, epoch_batches, precision_of, read_initial_weights
-from detr_bf.config import DetectionConfig, config_from_dict, config_to_dict, flatten_settings
+from detr_bf.config import DetectionConfig, config_from_dict, config_to_dict
 from detr_bf.data.batches import SameSizeBatches, SampleKey, aspect_buckets, derive_seed, object_features
 from detr_bf.data.checks.annotations import Report, examine
 from detr_bf.data.checks.learning import Training
@@ -81,7 +81,6 @@ from detr_bf.report import (
     save_picture,
     tolerating,
 )
-from detr_bf.report.detection import batch_former_line
 from detr_bf.structures import Batch, ClassMap, Target
 from detr_bf.tasks.task import MOST_ERROR_PICTURES, Evaluate, MakeBatches, Task
 
@@ -127,21 +126,6 @@ class DetectionTask(Task[DetectionConfig]):
 
         found = read_folder(data_root(self.config.data), self.config.data.format)
         return replace(report, contents=(str(found), *report.contents))
-
-    def settings_text(self) -> str:
-        """Return one sentence that says if batch attention is on, what set it, and which settings it does not read."""
-        on, sources = self.config.batch_former.enabled, self.config.sources
-        source = sources.get("batch_former.enabled")
-        if source is None and on:
-            return batch_former_line(self.config)
-        reason = "the default" if source is None else f"set by {source}"
-        text = f"{batch_former_line(self.config)} batch_former.enabled={str(on).lower()} is {reason}."
-        default = flatten_settings(config_to_dict(DetectionConfig()))
-        given = flatten_settings(config_to_dict(self.config))
-        unread = [key for key in sources if key.startswith("batch_former.") and given[key] != default[key]]
-        if on or not unread:
-            return text
-        return f"{text} {', '.join(unread)} {'has' if len(unread) == 1 else 'have'} no effect without it."
 
     def check(self) -> Mapping[str, Any] | None:
         detector_named(self.config.model.name)  # before all images are read

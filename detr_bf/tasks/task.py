@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
+from detr_bf.assembly.data import build_train_transforms
 from detr_bf.assembly.model import accelerate, device_of
 from detr_bf.assembly.training import (
     check_same_classes,
@@ -22,13 +23,14 @@ from detr_bf.assembly.training import (
     train_settings,
     warn_of_slow_average,
 )
-from detr_bf.config import RunConfig, config_to_dict
+from detr_bf.config import DetectionConfig, RunConfig, config_to_dict
 from detr_bf.data.checks.annotations import Report
 from detr_bf.engine import Checkpoint, EvaluationResult, RunFolder, Trainer, TrainingStep, build_and_load
 from detr_bf.engine.step import Criterion, TrainingBatch
 from detr_bf.errors import InputError
 from detr_bf.malloc import keep_freed_memory
 from detr_bf.report import TaskPage
+from detr_bf.report.detection import batch_former_source
 from detr_bf.structures import ClassMap
 
 logger = logging.getLogger(__name__)
@@ -73,9 +75,21 @@ class Task(ABC, Generic[C]):
         logger.info("%s", report)
         return report.statistics
 
+    def check_settings(self) -> None:
+        """Build model and loss without memory for weights, before any data are read.
+
+        Raises:
+            InputError: the settings contradict each other, or name a part that does not exist.
+        """
+        with torch.device("meta"):
+            model = self.build_model(2)
+        self.build_criterion(model, (1, 1))
+        if isinstance(self.config, DetectionConfig):
+            build_train_transforms(self.config)
+
     def settings_text(self) -> str:
-        """Return a sentence about a setting that decides what is trained, with the file that set it; may be empty."""
-        return ""
+        """Return sentences about batch attention of a detector, with the file that set it; empty for other tasks."""
+        return batch_former_source(self.config) if isinstance(self.config, DetectionConfig) else ""
 
     def describe_data(self, splits: Sequence[str] = ("train", "val")) -> Mapping[str, Any] | None:
         """Return the statistics of ``splits`` without a check of the images; None if the task has none."""

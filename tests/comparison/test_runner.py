@@ -425,6 +425,9 @@ def test_data_are_checked_again_where_the_checks_depend_on_augmentation(
         def __init__(self, config: Any) -> None:
             self.config = config
 
+        def check_settings(self) -> None:
+            pass
+
         def check(self) -> None:
             checked.append(self.config)
 

@@ -92,6 +92,17 @@ def test_the_page_holds_everything_and_loads_nothing(run_dir: Path) -> None:
     assert "num_queries: 100" in everything
 
 
+def test_a_page_of_an_evaluation_asks_for_no_curves(run_dir: Path) -> None:
+    (run_dir / "metrics.jsonl").unlink()
+    assert "This run has no metrics" in write_report(run_dir).read_text()
+    write_json(run_dir / "detr_bf-run.json", {"kind": "training"})
+    assert "This run has no metrics" in write_report(run_dir).read_text()
+    write_json(run_dir / "detr_bf-run.json", {"kind": "evaluation"})
+    page = write_report(run_dir).read_text()
+    assert "metrics.jsonl" not in page
+    assert "Curves" not in page
+
+
 @pytest.mark.parametrize(
     ("scores", "sentence"),
     [

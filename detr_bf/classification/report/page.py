@@ -18,7 +18,6 @@ from detr_bf.report.detection import blocks, context_broadcasting, relative_loca
 from detr_bf.report.errors import error_sections, reliability_chart
 from detr_bf.report.page import (
     TaskPage,
-    count,
     headline,
     missing,
     number,
@@ -29,6 +28,7 @@ from detr_bf.report.page import (
     table,
     validation_sheet,
 )
+from detr_bf.text import count
 
 CONFUSION_FILE = "pictures/confusion.png"
 CLASSES_FILE = "pictures/classes.svg"
