@@ -67,7 +67,7 @@ def summary(predictor: Any) -> str:
     return "\n".join(lines if origin is None else [*lines, f"from: {printable(origin.source)}"])
 
 
-class PredictionList(list[P]):
+class PictureList(list[P]):
     """List of predictions, which a notebook shows as pictures."""
 
     def _repr_html_(self) -> str:
