@@ -39,7 +39,7 @@ from detr_bf.export import (
 from detr_bf.files import is_folder
 from detr_bf.hub import send_folder
 from detr_bf.postprocess import PanopticPostprocess, Postprocess
-from detr_bf.prediction import FramePrediction, PanopticPrediction, Prediction, PictureList, summary
+from detr_bf.prediction import FramePrediction, PanopticPrediction, PictureList, Prediction, summary
 from detr_bf.progress import progress_bar
 from detr_bf.sharing import Origin, save_shared
 from detr_bf.structures import Batch, ClassMap, Detections, Outputs, Target
