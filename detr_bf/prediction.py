@@ -29,7 +29,7 @@ from detr_bf.evaluation import DEFAULT_THRESHOLD
 from detr_bf.evaluation.panoptic import EncodedMap, encode
 from detr_bf.postprocess import encoded
 from detr_bf.structures import ClassMap, Detections, PanopticMap
-from detr_bf.text import count, listed, printable
+from detr_bf.text import counted, listed, printable
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -58,7 +58,7 @@ def summary(predictor: Any) -> str:
     size = f"resized to {printable(getattr(transform, 'size', None) or transform)}"
     if sides := getattr(transform, "short_sides", None):
         size = f"shorter side {', '.join(map(str, sides))} pixels, longer side at most {transform.max_size}"
-    lines = [head, f"{count(len(names), 'class', 'classes')}: {listed(names, 12)}", f"images: {size}"]
+    lines = [head, f"{counted(len(names), 'class', 'classes')}: {listed(names, 12)}", f"images: {size}"]
     if hasattr(predictor, "thresholds"):
         stored = predictor.thresholds
         score = f"{DEFAULT_THRESHOLD:.2f}, as none is stored" if stored is None else f"{stored.overall:.2f}"

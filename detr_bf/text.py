@@ -41,7 +41,7 @@ def listed(items: Iterable[object], limit: int = 8, *, total: int | None = None,
     return separator.join(few) + more
 
 
-def count(number: int, noun: str, plural: str = "") -> str:
+def counted(number: int, noun: str, plural: str = "") -> str:
     """Return for example ``2 images``; the default plural is the noun with an s."""
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 

@@ -23,7 +23,7 @@ from detr_bf.data.coco import CocoAnnotations, read_annotations
 from detr_bf.data.formats import READERS, read_split
 from detr_bf.errors import InputError
 from detr_bf.files import check_output_file, write_json
-from detr_bf.text import printable, safe_message
+from detr_bf.text import counted, printable, safe_message
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -101,10 +101,13 @@ def _summary(path: Path, content: CocoAnnotations) -> str:
     objects = Counter(annotation["category_id"] for annotation in content.annotations)
     pairs = {(annotation["category_id"], annotation["image_id"]) for annotation in content.annotations}
     images = Counter(category_id for category_id, _ in pairs)
-    lines = [f"{printable(path)}: {len(content.images)} images, {len(content.annotations)} objects"]
+    lines = [
+        f"{printable(path)}: {counted(len(content.images), 'image')}, {counted(len(content.annotations), 'object')}"
+    ]
     for category in content.categories:
         number = category["id"]
-        lines.append(f"  {printable(category['name'])}: {objects[number]} objects in {images[number]} images")
+        found = f"{counted(objects[number], 'object')} in {counted(images[number], 'image')}"
+        lines.append(f"  {printable(category['name'])}: {found}")
     if crowds := sum(bool(annotation.get("iscrowd")) for annotation in content.annotations):
         lines.append(f"  {crowds} of them are crowds (iscrowd 1: difficult objects of Pascal VOC)")
     return "\n".join(lines)

@@ -23,7 +23,7 @@ from detr_bf.report.page import (
     table,
     validation_sheet,
 )
-from detr_bf.text import count
+from detr_bf.text import counted
 
 _SIDE_BY_SIDE = "Validation images with ground truth and predictions side by side"
 
@@ -68,7 +68,7 @@ def batch_former_line(config: DetectionConfig) -> str:
         return "BatchFormerV2 is off."
     layers = ", ".join(map(str, settings.layers))
     position = f"{settings.position} encoder {'layer' if len(settings.layers) == 1 else 'layers'} {layers}"
-    ending = "" if settings.until_epoch is None else f", for the first {settings.until_epoch} epochs"
+    ending = "" if settings.until_epoch is None else f", for the first {counted(settings.until_epoch, 'epoch')}"
     weights = " with shared weights" if settings.shared and len(settings.layers) > 1 else ""
     return (
         f"BatchFormerV2 {position}{weights}, mode {settings.mode.replace('_', ' ')}, {settings.heads} heads, "
@@ -126,7 +126,7 @@ def _headline(summary: CocoSummary | None, kind: str) -> str:
     if summary is None:
         return missing(EVALUATION_FILE, "evaluation")
     sizes = zip(SIZE_NAMES, (summary.APs, summary.APm, summary.APl), strict=True)
-    small = [(f"AP {name}", percent(ap), count(summary.num_objects_by_size[name], "object")) for name, ap in sizes]
+    small = [(f"AP {name}", percent(ap), counted(summary.num_objects_by_size[name], "object")) for name, ap in sizes]
     small.append((f"AR, {summary.max_detections} detections", percent(summary.AR100), "recall"))
     if summary.best is not None:
         small.append(("F1", percent(summary.best.f1), f"threshold {summary.best.threshold:.2f}"))
@@ -136,8 +136,8 @@ def _headline(summary: CocoSummary | None, kind: str) -> str:
         ("AP75", percent(summary.AP75), "IoU 0.75"),
     ]
     note = (
-        f"COCO {kind} metrics in percent on {summary.num_images:,} images, "
-        f"{summary.num_detections:,} detections, computed with {summary.engine}."
+        f"COCO {kind} metrics in percent on {counted(summary.num_images, 'image')}, "
+        f"{counted(summary.num_detections, 'detection')}, computed with {summary.engine}."
     )
     return headline(large, small, note)
 
@@ -153,7 +153,7 @@ def _panoptic_headline(summary: PanopticSummary) -> str:
         for group, suffix in (("things", "th"), ("stuff", "st"))
         for name in ("PQ", "SQ", "RQ")
     ]
-    return headline(large, small, f"Panoptic quality in percent on {summary.num_images:,} images.")
+    return headline(large, small, f"Panoptic quality in percent on {counted(summary.num_images, 'image')}.")
 
 
 def _panoptic_table(summary: PanopticSummary) -> str:

@@ -41,7 +41,7 @@ from detr_bf.report.page import (
     section,
     value_table,
 )
-from detr_bf.text import printable
+from detr_bf.text import counted, printable
 
 _RUNS = "detr_bf runs"  # generator of pages of several runs
 _RUN_PICTURES = 6  # most pictures of full size on a page of several runs
@@ -180,7 +180,8 @@ def _length(metrics: Metrics) -> list[str]:
     if not metrics.train:
         return []
     record = metrics.train[-1]
-    length = f"Trained for {record['step']:,} steps, {record['epoch']:.3g} epochs."
+    epochs_done = f"{record['epoch']:.3g}"
+    length = f"Trained for {counted(record['step'], 'step')}, {epochs_done} epoch{'s' * (epochs_done != '1')}."
     epochs, scores = series(metrics.val, "score")
     if not scores:
         return [length]
