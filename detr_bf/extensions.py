@@ -208,7 +208,8 @@ def _parts(file: UserFile) -> tuple[tuple[Registry[Any], str, Any], ...]:
     module = ModuleType(f"detr_bf_plugin_{file.path.stem}_{file.digest[:16]}")
     module.__file__ = str(file.path)
     sys.modules[module.__name__] = module  # dataclasses and pickle look for it there
-    _loading = found = []
+    found: list[tuple[Registry[Any], str, Any]] = []
+    _loading = found
     try:
         exec(compile(file.source, str(file.path), "exec"), module.__dict__)
     except (Exception, SystemExit) as error:

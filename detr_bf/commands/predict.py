@@ -188,8 +188,8 @@ def _run_video(options: argparse.Namespace, output: Output, threshold: float | s
             if not frames:
                 raise
             damage = printable(error, limit=1000)
-    found = f"{counted(objects, 'object')} in {counted(frames, 'frame')}"
-    print(f"{found}, {_scores(predictor, threshold)}: {printable(output.folder)}")
+    done = f"{counted(objects, 'object')} in {counted(frames, 'frame')}"
+    print(f"{done}, {_scores(predictor, threshold)}: {printable(output.folder)}")
     if noted:
         print("interrupted: the frames before are written", file=sys.stderr)
         return 128 + noted[0]

@@ -71,7 +71,7 @@ def load_config(
     for source, tree in sources:
         merged = _merge(merged, tree, source, schema)
     try:
-        config = OmegaConf.to_object(merged)
+        config: Any = OmegaConf.to_object(merged)
     except _UNREADABLE as error:
         key = getattr(error, "full_key", None)
         where = f"config {', '.join(map(printable, files)) or None}:{f' {printable(key)}:' if key else ''}"
@@ -122,7 +122,7 @@ def config_from_dict(tree: dict[str, Any], overrides: Sequence[str] = (), *, sou
     for override in overrides:
         merged = _merge(merged, parse_override(override), f"override '{printable(override)}'", schema)
     try:
-        config = OmegaConf.to_object(merged)
+        config: Any = OmegaConf.to_object(merged)
     except _UNREADABLE as error:  # text instead of a number, or an override that cannot be resolved
         key = str(getattr(error, "full_key", None) or "")
         raise InputError(_wrong_type(source, key, _given(tree, key), schema)) from error

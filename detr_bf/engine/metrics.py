@@ -135,7 +135,7 @@ class Means:
     def __bool__(self) -> bool:
         return bool(self._values)
 
-    def counted(self, name: str) -> int:
+    def count(self, name: str) -> int:
         """Return how often ``name`` was added since the last :meth:`take`."""
         return len(self._values.get(name, ()))
 
