@@ -180,7 +180,7 @@ def test_folds() -> None:
     assert "(5 folds and 2 seeds, 10 pairs, 1,000 images)" in document["sentences"][0]
     assert "val, fold 3" in document["circumstances"]["data"]
     one = document_of(some_cells(seeds=1, folds=5))
-    assert "(5 folds with one seed each, 1000 images)" in one["sentences"][0]
+    assert "(5 folds with one seed each, 1,000 images)" in one["sentences"][0]
 
 
 def test_curves_costs_settings_and_circumstances() -> None:
