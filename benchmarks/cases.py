@@ -29,9 +29,9 @@ OBJECTS = (3, 11, 5, 9)  # per image, cyclic; 7 on average, about as COCO
 MATCHING_SIZES = ((4, 100), (16, 300))  # images, queries
 MATCHING_LAYERS = 6
 
-OFF = "batch_former.enabled=false"
-TRAINING = {"off": OFF, "on": "batch_former.mode=two_stream", "duplicate": "batch_former.mode=duplicate"}
-INFERENCE = {"without": OFF, "without, again": OFF, "with": "batch_former.mode=two_stream"}
+OFF, ON = "batch_former.enabled=false", "batch_former.enabled=true"
+TRAINING = {"off": OFF, "on": ON, "duplicate": "batch_former={enabled: true, mode: duplicate}"}
+INFERENCE = {"without": OFF, "without, again": OFF, "with": ON}
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,7 @@ PRESETS = {
         256,
         4,
         (
+            ON,
             "model.backbone.name=resnet18",
             "model.hidden_dim=128",
             "model.feedforward_dim=512",
@@ -62,7 +63,7 @@ PRESETS = {
             "model.decoder_layers=3",
         ),
     ),
-    "paper": Preset(800, 1066, 4),
+    "paper": Preset(800, 1066, 4, (ON,)),
 }
 
 

@@ -51,7 +51,10 @@ OURS, THEIRS, ONNX = "ours", "transformers", "onnxruntime"
 OURS_HALF, THEIRS_HALF = f"{OURS}-bf16", f"{THEIRS}-bf16"
 WAYS = (OURS, THEIRS, ONNX, OURS_HALF, THEIRS_HALF)
 OFF, MODES = "off", {"on": "two_stream", "duplicate": "duplicate"}
-STREAMS = {OFF: "batch_former.enabled=false", **{mode: f"batch_former.mode={key}" for mode, key in MODES.items()}}
+STREAMS = {
+    OFF: "batch_former.enabled=false",
+    **{mode: f"batch_former={{enabled: true, mode: {key}}}" for mode, key in MODES.items()},
+}
 DOUBLED = ("decoder", "matching", "loss")  # parts of a step with twice the rows
 PARTS = ("backbone", "encoder", *DOUBLED, "optimizer")
 CLASSES = ClassMap(tuple(range(NUM_CLASSES)), tuple(f"class {number}" for number in range(NUM_CLASSES)))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from detr_bf.classification.predictor import ClassifierPredictor
+    from detr_bf.extensions import use_plugins
     from detr_bf.finetuning import finetune
     from detr_bf.models import create_model, list_models, load, load_classifier
     from detr_bf.prediction import Prediction
@@ -26,6 +27,7 @@ __all__ = [
     "list_weights",
     "load",
     "load_classifier",
+    "use_plugins",
 ]
 __version__ = "0.1.0"
 
@@ -35,6 +37,7 @@ _MODULES = {
     "Predictor": "detr_bf.predictor",
     "finetune": "detr_bf.finetuning",
     "list_weights": "detr_bf.published",
+    "use_plugins": "detr_bf.extensions",
 }
 
 

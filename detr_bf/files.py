@@ -32,6 +32,7 @@ _STEM = 40  # characters of the file name in the temporary name, which is limite
 CONFIG_FILE = "config.yaml"
 MACHINE_FILE = "machine.json"
 METRICS_FILE = "metrics.jsonl"
+MARKER_FILE = "detr_bf-run.json"
 EVALUATION_FILE = "evaluation.json"
 ERRORS_FILE = "errors.json"
 DATA_FILE = "data_statistics.json"

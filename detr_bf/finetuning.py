@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal, overload
 
 from detr_bf.config import DetectionConfig, load_config, own_settings, packaged_configs
+from detr_bf.config.common import EMA_SPANS
 from detr_bf.config.detection import DataConfig
 from detr_bf.data.formats import read_folder
 from detr_bf.errors import InputError
@@ -28,7 +29,6 @@ MOST_EPOCHS = 300
 WARMUP_STEPS = 100  # of a run of at least ten times as many
 AUGMENTATION = ("none", "light", "strong")
 SHORT_RUN = 10  # epochs at most without augmentation; docs/results.md has the measurements behind these numbers
-EMA_SPANS = 6  # the averaged weights have this many averaging lengths, 1 / (1 - decay) steps each, in a run
 MOST_DECAY = 0.9997
 # Learning rate of RT-DETR without a trained detector to start from, in a run of RUN_STEPS steps. It is multiplied by
 # sqrt(RUN_STEPS / steps), up to the limit, and is never below the recipe's.

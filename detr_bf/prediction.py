@@ -8,32 +8,77 @@ from __future__ import annotations
 import csv
 import io
 import json
+from base64 import b64encode
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image
 from pycocotools import mask as coco_mask
-from torch import Tensor
+from torch import Tensor, nn
 from torchvision.transforms.v2 import functional as transforms
 
 from detr_bf.data.images import MAX_PIXELS, read_image
 from detr_bf.errors import InputError
+from detr_bf.evaluation import DEFAULT_THRESHOLD
 from detr_bf.evaluation.panoptic import EncodedMap, encode
 from detr_bf.postprocess import encoded
 from detr_bf.structures import ClassMap, Detections, PanopticMap
-from detr_bf.text import printable
+from detr_bf.text import counted, listed, printable
 
 if TYPE_CHECKING:
     import pandas as pd
     import supervision as sv
 
+P = TypeVar("P", bound="PredictedImage")
+
 COLUMNS = ("file", "category_id", "name", "score", "x", "y", "width", "height")  # of a table
 _MASK_SHARE = 0.45  # of the colour over a mask
+
+
+_SHOWN_SIDE = 1000  # pixels of a picture in a notebook
+_SHOWN_PICTURES = 12  # of a list
+
+
+def summary(predictor: Any) -> str:
+    """Return a few lines about a predictor: model, classes, size of the images, threshold, device and file."""
+    model, origin = predictor.model, getattr(predictor, "origin", None)
+    head = f"{type(predictor).__name__}: {printable(type(model).__name__)}"
+    if origin is not None:
+        settings = origin.config["model"]
+        head = f"{type(predictor).__name__}: {printable(settings['name'])} on {printable(settings['backbone']['name'])}"
+    if isinstance(model, nn.Module):
+        head += f", {sum(each.numel() for each in model.parameters()):,} parameters"
+    names, transform = predictor.class_map.names, predictor.transform
+    size = f"resized to {printable(getattr(transform, 'size', None) or transform)}"
+    if sides := getattr(transform, "short_sides", None):
+        size = f"shorter side {', '.join(map(str, sides))} pixels, longer side at most {transform.max_size}"
+    lines = [head, f"{counted(len(names), 'class', 'classes')}: {listed(names, 12)}", f"images: {size}"]
+    if hasattr(predictor, "thresholds"):
+        stored = predictor.thresholds
+        score = f"{DEFAULT_THRESHOLD:.2f}, as none is stored" if stored is None else f"{stored.overall:.2f}"
+        lines.append(f"threshold: {score}")
+    lines.append(f"device: {predictor.device}")
+    return "\n".join(lines if origin is None else [*lines, f"from: {printable(origin.source)}"])
+
+
+class PictureList(list[P]):
+    """List of predictions, which a notebook shows as pictures."""
+
+    def _repr_html_(self) -> str:
+        shown = []
+        for each in self[:_SHOWN_PICTURES]:
+            content, caption = each.encoded_plot("JPEG", _SHOWN_SIDE // 2), escape(str(each))
+            source = f"data:image/jpeg;base64,{b64encode(content).decode('ascii')}" if content else ""
+            picture = f'<img style="max-width: 100%" src="{source}" alt="{caption}">' if source else ""
+            shown.append(f"<figure>{picture}<figcaption>{caption}</figcaption></figure>")
+        more = f"<p>and {len(self) - len(shown)} more</p>" if len(self) > len(shown) else ""
+        return "".join(shown) + more or "no predictions"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +114,25 @@ class PredictedImage:
         if pixels.shape[1:] != self.size:
             raise InputError(f"{self.source} has changed since it was predicted: its size is another one")
         return pixels
+
+    def plot(self, class_names: Sequence[str] | None = None) -> Image.Image:
+        """Draw what was found on the image."""
+        raise NotImplementedError
+
+    def _repr_png_(self) -> bytes | None:
+        """Return the picture that a notebook shows."""
+        return self.encoded_plot("PNG", _SHOWN_SIDE)
+
+    def encoded_plot(self, form: str, side: int) -> bytes | None:
+        """Return :meth:`plot` as PNG or JPEG, at most ``side`` pixels wide and high; None if the image is gone."""
+        try:
+            picture = self.plot()
+        except InputError:
+            return None
+        picture.thumbnail((side, side))
+        stream = io.BytesIO()
+        picture.save(stream, form)
+        return stream.getvalue()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,7 +38,7 @@ from detr_bf.export import (
 from detr_bf.files import is_folder
 from detr_bf.hub import send_folder
 from detr_bf.postprocess import PanopticPostprocess, Postprocess
-from detr_bf.prediction import FramePrediction, PanopticPrediction, Prediction
+from detr_bf.prediction import FramePrediction, PanopticPrediction, PictureList, Prediction, summary
 from detr_bf.progress import progress_bar
 from detr_bf.sharing import Origin, save_shared
 from detr_bf.structures import Batch, ClassMap, Detections, Outputs, Target
@@ -97,6 +97,7 @@ class Predictor:
     thresholds: ScoreThresholds | None = None  # of the checkpoint
     origin: Origin | None = None  # the checkpoint
     _copies: dict[str, Predictor] = field(default_factory=dict, init=False, repr=False, compare=False)  # by device
+    __repr__ = summary
 
     @overload
     def __call__(
@@ -146,7 +147,7 @@ class Predictor:
             InputError: it is no image, or cannot be read; an argument has a wrong value.
         """
         if isinstance(image, (list, tuple)) or _is_folder(image):
-            return list(self.predict(image, batch_size, threshold, device=device, half=half, tile=tile, bgr=bgr))
+            return PictureList(self.predict(image, batch_size, threshold, device=device, half=half, tile=tile, bgr=bgr))
         check_batch_size(batch_size)
         call = _Call(self.least_scores(threshold), batch_size, half, check_tile(tile), bgr, single=True)
         (found,) = self._on(device)._predict(iter([[(0, image)]]), call)
@@ -200,7 +201,7 @@ class Predictor:
             for read in self._read(chunks(given, batch_size), call)
             for each in self._on(device)._panoptic(read, call)
         ]
-        return found[0] if call.single else found
+        return found[0] if call.single else PictureList(found)
 
     @torch.no_grad()
     def _panoptic(self, images: Sequence[ReadImage], call: _Call) -> Iterator[PanopticPrediction]:

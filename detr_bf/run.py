@@ -134,11 +134,12 @@ def dry_run_training(task: Task[Any]) -> str | None:
         lines = (
             f"model: {sum(each.numel() for each in trainer.model.parameters()):,} parameters, {trained:,} of them "
             f"trained, on {device_of(config)}",
+            task.settings_text(),
             f"first batch: {listed(batch.names, 4)}",
             f"steps: {trainer.total_steps:,}, {trainer.steps_per_epoch:,} an epoch",
             f"dry run: nothing was trained or written; a run would be written to {folder.path}",
         )
-        return "\n".join(lines) if distributed.is_main() else None
+        return "\n".join(filter(None, lines)) if distributed.is_main() else None
 
 
 def evaluate_only(task: Task[Any], source: Path) -> Outcome | None:
@@ -243,6 +244,8 @@ def _check(task: Task[Any], folder: RunFolder, checkpoint: Checkpoint | None) ->
         task.check_start()
         if task.config.init_from:
             find_weights(task.config.init_from)  # downloads published ones before the data are read
+    if text := task.settings_text():
+        logger.info("%s", text)
     statistics = task.check()
     folder.remove_unfinished()
     if checkpoint is not None:

@@ -41,6 +41,11 @@ def listed(items: Iterable[object], limit: int = 8, *, total: int | None = None,
     return separator.join(few) + more
 
 
+def counted(number: int, noun: str, plural: str = "") -> str:
+    """Return for example ``2 images``; the default plural is the noun with an s."""
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+
+
 def safe_message(text: object) -> str:
     """Return ``str(text)`` escaped as in :func:`printable`, with its line breaks and in full length."""
     return "".join(letter if letter == "\n" else _escaped(letter) for letter in str(text))

@@ -22,6 +22,7 @@ from tests.detectors.tiny import CHANNELS, DETECTORS, DIM, Averages, batch_forme
 
 COMPILED = load_config(None, ["train.compile=true", "device=cpu"])
 SMALL = [
+    "batch_former.enabled=true",
     "model.hidden_dim=32",
     "model.heads=2",
     "model.encoder_layers=2",

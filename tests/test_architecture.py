@@ -16,7 +16,18 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "detr_bf"
 OUTSIDE = {"tools", "tests", "benchmarks"}  # they import the package, never the reverse
 
-GROUND = {"errors", "text", "devices", "distributed", "structures", "files", "boxes", "progress", "malloc"}
+GROUND = {
+    "errors",
+    "text",
+    "extensions",
+    "devices",
+    "distributed",
+    "structures",
+    "files",
+    "boxes",
+    "progress",
+    "malloc",
+}
 MODEL = {"ops", "batchformer", "layers", "backbones", "transformer", "detectors"}
 WORK = {"losses", "data", "postprocess", "evaluation", "report"}
 
@@ -24,6 +35,7 @@ WORK = {"losses", "data", "postprocess", "evaluation", "report"}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "text": set(),
+    "extensions": {"errors", "text"},
     "devices": set(),
     "distributed": {"errors", "text"},
     "structures": {"errors", "text"},
@@ -33,9 +45,9 @@ ALLOWED: dict[str, set[str]] = {
     "timing": set(),
     "malloc": set(),
     "cli": {"errors", "text", "distributed", "progress"},
-    "config": {"errors", "text"},  # and no torch
+    "config": {"errors", "text", "extensions"},  # and no torch
     "ops": set(),  # outside the folder of the package, torch only
-    "batchformer": {"errors", "distributed", "structures", "ops"},
+    "batchformer": {"errors", "extensions", "distributed", "structures", "ops"},
     "layers": {"devices", "errors", "ops"},
     "downloads": {"errors", "text", "files", "progress"},
     "hub": {"errors", "text"},
@@ -53,7 +65,7 @@ ALLOWED: dict[str, set[str]] = {
         "backbones",
         "transformer",
     },
-    "losses": {"devices", "errors", "distributed", "structures", "boxes"},
+    "losses": {"devices", "errors", "extensions", "distributed", "structures", "boxes"},
     "plugins": {
         "devices",
         "errors",
@@ -84,7 +96,7 @@ ALLOWED: dict[str, set[str]] = {
     "export": GROUND | MODEL | WORK | {"sharing"},
     "predictor": GROUND | MODEL | WORK | {"prediction", "tiling", "sharing", "hub", "transformers_folder", "export"},
     "serving": {"errors", "text", "data", "prediction", "predictor"},
-    "classification": GROUND | MODEL | WORK | {"plugins", "config", "engine", "predictor"},
+    "classification": GROUND | MODEL | WORK | {"plugins", "config", "engine", "predictor", "prediction"},
     "assembly": GROUND | MODEL | WORK | {"plugins", "classification", "config", "engine", "interop"} | {"published"},
     "exported_predictor": GROUND | WORK | {"config", "assembly", "export", "predictor"},
     "conversion": {"errors", "files", "structures", "interop"},
@@ -114,6 +126,7 @@ ALLOWED: dict[str, set[str]] = {
         "finetuning",
         "classification",
         "published",
+        "extensions",
     },  # the public names, imported on first use
     "__main__": {"commands"},
     "interop/detectron2": GROUND

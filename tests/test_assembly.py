@@ -12,6 +12,7 @@ from detr_bf.losses import CrossEntropy, Focal
 from detr_bf.structures import Batch
 
 SMALL = [
+    "batch_former.enabled=true",
     "model.hidden_dim=32",
     "model.heads=2",
     "model.encoder_layers=2",

@@ -32,6 +32,7 @@ from tests.checkpoints import training
 
 CLASSES = ClassMap((3, 7), ("cat", "dog"))
 SETTINGS = [
+    "batch_former.enabled=true",
     *("model.hidden_dim=32", "model.heads=2", "model.encoder_layers=1", "model.decoder_layers=1"),
     *("model.feedforward_dim=32", "model.num_queries=6", "model.backbone.name=resnet18"),
     *("model.backbone.weights=none", "device=cpu", "batch_former.heads=2"),

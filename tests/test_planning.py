@@ -32,6 +32,7 @@ CONFIGS = Path(__file__).parents[1] / "configs"
 SIZE = (96, 128)
 CLASSES = 5
 TINY = (
+    "batch_former.enabled=true",
     "model.hidden_dim=32",
     "model.heads=2",
     "model.encoder_layers=3",

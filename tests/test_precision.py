@@ -118,7 +118,8 @@ def test_batch_attention_runs_in_half_precision(precision: torch.dtype) -> None:
 
 
 def test_the_optimiser_is_fused_on_a_cpu() -> None:
-    config = load_config(None, ["model.backbone.weights=none", "model.encoder_layers=1", "model.decoder_layers=1"])
+    settings = ["model.backbone.weights=none", "model.encoder_layers=1", "model.decoder_layers=1"]
+    config = load_config(None, [*settings, "batch_former.enabled=true"])
     optimizer = build_optimizer(build_groups(config, build_model(config, num_classes=3)))
     assert len(optimizer.param_groups) == 3
     assert all(group["fused"] for group in optimizer.param_groups)

@@ -27,7 +27,7 @@ from detr_bf.assembly import build_model
 from detr_bf.config import config_to_dict, load_config
 from detr_bf.engine import Checkpoint
 from detr_bf.errors import InputError
-from detr_bf.evaluation import write_panoptic
+from detr_bf.evaluation import ScoreThresholds, write_panoptic
 from detr_bf.postprocess import encoded
 from detr_bf.prediction import COLUMNS, PanopticPrediction, Prediction
 from detr_bf.predictor import Predictor
@@ -425,6 +425,7 @@ def test_the_copy_for_another_device_is_made_once(checkpoint: Path) -> None:
 
 
 SETTINGS = [
+    "batch_former.enabled=true",
     *("model.hidden_dim=32", "model.heads=2", "model.encoder_layers=1", "model.decoder_layers=1"),
     *("model.feedforward_dim=32", "model.num_queries=6", "model.backbone.name=resnet18", "device=cpu"),
     *("model.backbone.weights=none", "data.transforms.eval_short_side=64", "data.transforms.max_size=96"),
@@ -456,6 +457,35 @@ def test_every_form_of_an_image_gives_the_same_prediction(checkpoint: Path, tmp_
         assert torch.equal(given.scores, expected.scores)
         assert given.masks == expected.masks
         assert torch.equal(given.image, expected.image)
+
+
+def test_a_notebook_shows_a_few_lines_and_pictures(checkpoint: Path, tmp_path: Path) -> None:
+    detector = detr_bf.load(checkpoint, "cpu")
+    assert repr(detector).splitlines() == [
+        f"Predictor: detr on resnet18, {sum(each.numel() for each in detector.model.parameters()):,} parameters",
+        "3 classes: class3, class7, class9",
+        "images: shorter side 64 pixels, longer side at most 96",
+        "threshold: 0.50, as none is stored",
+        "device: cpu",
+        f"from: {checkpoint}",
+    ]
+    stored = replace(detector, thresholds=ScoreThresholds(0.25, (0.1, 0.2, 0.3)), origin=None)
+    assert "threshold: 0.25\n" in repr(stored)
+    path = tmp_path / "<a>.png"
+    Image.fromarray(np.zeros((50, 1500, 3), dtype=np.uint8)).save(path)
+    found = detector([path] * 14, 0)
+    picture = Image.open(io.BytesIO(found[0]._repr_png_() or b""))
+    assert (picture.format, max(picture.size)) == ("PNG", 1000)
+    html = found._repr_html_()
+    assert html.count("<img ") == html.count("data:image/jpeg;base64,") == 12
+    assert html.endswith("<p>and 2 more</p>")
+    assert "<a>" not in html
+    panoptic = detector.panoptic([path])
+    assert panoptic._repr_html_().count("<img ") == 1
+    path.unlink()
+    assert found[0]._repr_png_() is None, "a notebook then shows the text"
+    assert "<img" not in found._repr_html_()
+    assert detector([], 0)._repr_html_() == "no predictions"
 
 
 def test_half_precision_is_near(checkpoint: Path) -> None:

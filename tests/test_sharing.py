@@ -21,6 +21,7 @@ from tests.checkpoints import training
 
 IMAGE = torch.randint(256, (3, 50, 70), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
 SETTINGS = [
+    "batch_former.enabled=true",
     *("model.hidden_dim=32", "model.heads=2", "model.encoder_layers=1", "model.decoder_layers=2"),
     *("model.feedforward_dim=32", "model.num_queries=6", "model.backbone.name=resnet18", "device=cpu"),
     *("model.backbone.weights=none", "data.transforms.eval_short_side=64", "data.transforms.max_size=96"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from detr_bf.text import csv_cell, listed, printable, safe_message
+from detr_bf.text import counted, csv_cell, listed, printable, safe_message
 
 
 @pytest.mark.parametrize(
@@ -52,3 +52,10 @@ def test_listed_names_the_first_and_counts_the_others() -> None:
     assert listed(range(10), 3) == "0, 1, 2 and 7 more"
     assert listed(["a", "b", "c"], 2, separator="; ") == "a; b and 1 more"
     assert listed(iter(lambda: "a", None), 2, total=10**17) == f"a, a and {10**17 - 2} more", "one by one"
+
+
+@pytest.mark.parametrize(("number", "text"), [(0, "0 boxes"), (1, "1 box"), (2, "2 boxes"), (1000, "1,000 boxes")])
+def test_a_number_has_its_noun(number: int, text: str) -> None:
+    assert counted(number, "box", "boxes") == text
+    assert counted(1, "image") == "1 image"
+    assert counted(2, "image") == "2 images"

@@ -118,6 +118,11 @@ def attention_at(
     network, batch = model or subject.model, subject.load(place.indices)
     with attending(network), recorded(batch_former_of(network)) as recording:
         network(batch.inputs)
+    if not recording.attention:
+        raise InputError(
+            f"{subject.name}: its mixer is not the library's attention (batch_former.mixer=attention), and has no "
+            "weights of attention between images to draw; detr-bf analyze feature-maps shows both streams of any mixer"
+        )
     levels = subject.levels(recording.insertions[0].before, batch)
     mapped = _chosen_layer(recording, layer, level, levels)
     point = _point_in_batch(place, batch)

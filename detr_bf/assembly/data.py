@@ -19,22 +19,20 @@ from detr_bf.data.batches import SampleKey
 from detr_bf.data.checks.learning import Training
 from detr_bf.data.coco import CocoDetection, Source
 from detr_bf.data.loader import BatchLoader, make_loader
-from detr_bf.data.transforms import SampleTransform, eval_transform, train_transform
+from detr_bf.data.transforms import TRANSFORMS, SampleTransform, eval_transform, train_transform
 from detr_bf.errors import InputError
+from detr_bf.extensions import extended
 from detr_bf.structures import Batch, ClassMap
 
 
 def build_train_data(config: DetectionConfig) -> CocoDetection:
     """Return the training split, whose categories become the classes; with masks if the model has a mask head."""
     source = data_source(config, "train")
-    settings = asdict(config.data.transforms)
-    del settings["eval_short_side"]
-    resized = "short_sides" if settings["square"] is None else "square"
-    sides = {side: [side] if resized == "short_sides" else side for side in config.data.batch_sides}
+    transform, sized = build_train_transforms(config)
     return CocoDetection(
         source.images,
         source.annotations,
-        train_transform(**settings),
+        transform,
         seed=config.seed,
         masks=config.model.masks,
         panoptic=source.panoptic,
@@ -42,8 +40,20 @@ def build_train_data(config: DetectionConfig) -> CocoDetection:
         max_pixels=config.data.max_pixels,
         grey_bits=config.data.grey_bits,
         augment=build_augmentation(config),
-        sized={side: train_transform(**{**settings, resized: value}) for side, value in sides.items()},
+        sized=sized,
     )
+
+
+def build_train_transforms(config: DetectionConfig) -> tuple[SampleTransform, dict[int, SampleTransform]]:
+    """Return the transform of the training images, and those of ``data.batch_sides`` by side."""
+    settings = asdict(config.data.transforms)
+    del settings["eval_short_side"]
+    resized = "short_sides" if settings["square"] is None else "square"
+    sides = {side: [side] if resized == "short_sides" else side for side in config.data.batch_sides}
+    own = [] if set(settings["extra"]) <= set(TRANSFORMS) else config.plugins.files
+    with extended(own):
+        sized = {side: train_transform(**{**settings, resized: value}) for side, value in sides.items()}
+        return train_transform(**settings), sized
 
 
 def build_augmentation(config: DetectionConfig) -> Augmentation | None:

@@ -22,7 +22,7 @@ from torch import nn
 from detr_bf import distributed
 from detr_bf.assembly.plugins import add_encoder_plugins, encoder_of, named
 from detr_bf.backbones import Backbone, build_backbone
-from detr_bf.batchformer import BatchFormerV2
+from detr_bf.batchformer import BATCH_MIXERS, BatchFormerV2
 from detr_bf.config import DetectionConfig, RunConfig
 from detr_bf.config.detection import LossConfig, ModelConfig, RtdetrConfig
 from detr_bf.data.batches import derive_seed
@@ -38,6 +38,7 @@ from detr_bf.detectors.smca import smca
 from detr_bf.detectors.smca_multi_scale import smca_multi_scale
 from detr_bf.engine.step import Criterion
 from detr_bf.errors import InputError
+from detr_bf.extensions import extended
 from detr_bf.losses import (
     Classification,
     CrossEntropy,
@@ -342,7 +343,8 @@ def build_batch_former(config: DetectionConfig) -> BatchFormerV2 | None:
     if not settings.enabled:
         return None
     dim, places = _batch_former_places(config.model, settings.layers)
-    with named("batch_former", settings), separate_random_numbers():
+    own = [] if settings.mixer in BATCH_MIXERS else config.plugins.files
+    with extended(own), named("batch_former", settings), separate_random_numbers():
         return BatchFormerV2(
             dim,
             layers=settings.layers,
@@ -409,20 +411,22 @@ def build_classification(config: DetectionConfig, *, local: bool = False) -> Cla
 
 
 def build_criterion(config: DetectionConfig, *, local: bool = False) -> SetCriterion:
-    """Build matcher and losses; a local criterion does not communicate."""
+    """Build matcher and losses, with the metrics of the user's files; a local criterion does not communicate."""
     classification, loss = build_classification(config, local=local), config.loss
     costs = loss.matcher
-    matcher = HungarianMatcher(classification, costs.class_cost, costs.bbox_cost, costs.giou_cost, loss.giou_eps)
-    return SetCriterion(
-        classification,
-        matcher,
-        class_weight=loss.class_weight,
-        bbox_weight=loss.bbox_weight,
-        giou_weight=loss.giou_weight,
-        mask_weight=loss.mask_weight,
-        dice_weight=loss.dice_weight,
-        local=local,
-    )
+    with extended(config.plugins.files):
+        return SetCriterion(
+            classification,
+            HungarianMatcher(
+                classification, costs.class_cost, costs.bbox_cost, costs.giou_cost, loss.giou_eps, costs.extra
+            ),
+            class_weight=loss.class_weight,
+            bbox_weight=loss.bbox_weight,
+            giou_weight=loss.giou_weight,
+            mask_weight=loss.mask_weight,
+            dice_weight=loss.dice_weight,
+            local=local,
+        )
 
 
 def build_detector_criterion(config: DetectionConfig, detector: nn.Module) -> Criterion:

@@ -15,7 +15,7 @@ import torch
 from detr_bf import distributed
 from detr_bf.config import DetectionConfig, RunConfig, config_to_dict, flatten_settings
 from detr_bf.config.classification import ImageOptimizerConfig
-from detr_bf.config.common import LoadingConfig
+from detr_bf.config.common import EMA_SPANS, LoadingConfig
 from detr_bf.data.batches import EpochBatches, derive_seed
 from detr_bf.data.checks.files import ImageRecord, check_files, grey_bits_of
 from detr_bf.detectors import Detector
@@ -37,6 +37,9 @@ from detr_bf.structures import ClassMap
 from detr_bf.text import listed
 
 logger = logging.getLogger(__name__)
+
+MOST_OF_THE_FIRST = 0.05  # share of the first weights in the averaged weights at the end of a run
+_MOST_UPDATES = 10**6  # after which a warm-up of the average changes nothing more
 
 PRECISIONS = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -209,6 +212,31 @@ def _fitting_warmup(config: RunConfig, total: int, warmup_steps: int, warmup_epo
         total // 10,
     )
     return total // 10
+
+
+def warn_of_slow_average(config: RunConfig, batches_per_epoch: int) -> None:
+    """Log a warning if the averaged weights of a whole run would still hold much of its first weights at the end.
+
+    A trial run that ``train.max_steps`` ends is not warned about.
+    """
+    train, average = config.train, config.train.ema
+    steps = train.epochs * math.ceil(batches_per_epoch / train.accumulate)
+    if not average.enabled or steps > (train.max_steps or steps):
+        return
+    kept = average.decay ** (steps - 1)  # the first update copies the weights
+    if average.warmup_steps:
+        updates = torch.arange(2, min(steps, _MOST_UPDATES) + 1, dtype=torch.float64)
+        kept *= float((1 - torch.exp(-updates / average.warmup_steps)).prod())
+    if kept > MOST_OF_THE_FIRST:
+        logger.warning(
+            "train.ema.decay=%g is too slow for a run of %d steps: at the end the averaged weights, which are "
+            "evaluated, would still hold %.0f %% of the weights after the first step. Set train.ema.decay=%.4g, "
+            "train more epochs, or set train.ema.enabled=false",
+            average.decay,
+            steps,
+            100 * kept,
+            max(0.0, 1 - EMA_SPANS / steps),
+        )
 
 
 def train_settings(config: RunConfig, num_images: int, *, unused_parameters: bool = False) -> TrainSettings:

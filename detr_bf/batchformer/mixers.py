@@ -1,8 +1,8 @@
 """Modules that mix the tokens of a batch along the batch dimension.
 
 A mixer is built as ``mixer(dim, heads=, dropout=, num_layers=)`` and called with tokens (B, S, C), a padding mask
-(B, S) or None, and an :class:`Exchange` or None; it returns (B, S, C). To add one, write it here and add a line to
-``BATCH_MIXERS``.
+(B, S) or None, and an :class:`Exchange` or None; it returns (B, S, C). :data:`BATCH_MIXERS` holds them by name;
+a file of the user's own adds to it with ``@BATCH_MIXERS.register("NAME")``.
 
 Shape legend: B images, S tokens of an image, C channels. Attention runs along B; each of the S positions is one
 sequence.
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from detr_bf.batchformer.gather import Exchange
 from detr_bf.errors import InputError
+from detr_bf.extensions import Registry
 from detr_bf.ops import LinearLayer, batch_attention_packed, linear, relu_dropout, residual_dropout
 
 
@@ -120,4 +121,4 @@ class BatchFormerLayer(nn.Module):
         return mixed if padding_mask is None else torch.where(padding_mask[..., None], tokens, mixed)
 
 
-BATCH_MIXERS: dict[str, Callable[..., nn.Module]] = {"attention": BatchFormerLayer}
+BATCH_MIXERS: Registry[Callable[..., nn.Module]] = Registry("batch mixer", {"attention": BatchFormerLayer})

@@ -89,10 +89,10 @@ class BatchFormerV2(nn.Module):
         for name, value, choices in (
             ("position", position, POSITIONS),
             ("mode", mode, MODES),
-            ("mixer", mixer, BATCH_MIXERS),
         ):
             if value not in choices:
                 raise InputError(f"{name} must be one of {', '.join(choices)}; got '{value}'")
+        build = BATCH_MIXERS.find(mixer, "mixer")
         _check_sequence(mode, gather, until_epoch, keep_streams, group_size, neighbours)
         self.insertions = tuple(layers)
         self.position = position
@@ -108,7 +108,7 @@ class BatchFormerV2(nn.Module):
         self._ended = False
         names = [] if mode == "duplicate" else ["shared"] if shared else list(map(str, layers))
         self.mixers = nn.ModuleDict(
-            {name: BATCH_MIXERS[mixer](dim, heads=heads, dropout=dropout, num_layers=num_layers) for name in names}
+            {name: build(dim, heads=heads, dropout=dropout, num_layers=num_layers) for name in names}
         )
         self._announced = False
 

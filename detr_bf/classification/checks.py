@@ -14,7 +14,7 @@ from detr_bf.data.checks.files import ImageRecord, check_files, existing_name
 from detr_bf.data.checks.report import Check, repeated, shared_images
 from detr_bf.files import cache_folder
 from detr_bf.structures import ClassMap
-from detr_bf.text import printable
+from detr_bf.text import counted, printable
 
 _NAMED = 3  # most images of two classes that a message names
 
@@ -71,7 +71,8 @@ def _examined(split: LabelledSplit, class_map: ClassMap, cache_dir: Path, worker
 
 
 def _summary(name: str, part: ExaminedSplit) -> str:
-    return f"{name}: {len(part.split)} images, {part.class_map.num_classes} classes ({printable(part.split.origin)})"
+    classes = counted(part.class_map.num_classes, "class", "classes")
+    return f"{name}: {counted(len(part.split), 'image')}, {classes}; from {printable(part.split.origin)}"
 
 
 def _missing_files(part: ExaminedSplit) -> Iterator[str]:

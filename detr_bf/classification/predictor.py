@@ -13,6 +13,7 @@ from detr_bf.classification.augmentation import EvalTransform
 from detr_bf.data.images import MAX_PIXELS
 from detr_bf.data.inputs import ImageLike, chunks, image_pixels
 from detr_bf.errors import InputError
+from detr_bf.prediction import summary
 from detr_bf.structures import ClassMap
 from detr_bf.text import printable
 
@@ -30,6 +31,7 @@ class ClassifierPredictor:
     device: torch.device
     max_pixels: int = MAX_PIXELS  # of an image
     grey_bits: int | None = None  # of 16-bit grey images, see read_image; None: each image has its own
+    __repr__ = summary
 
     def __call__(self, image: ImageLike) -> Tensor:
         """Return (K,) float32 on the CPU for one image.

@@ -57,7 +57,7 @@ from detr_bf.report import class_labels, save_picture
 from detr_bf.report.figures import FIGURE_SUFFIXES, save_figure
 from detr_bf.report.panoptic import panoptic_comparison
 from detr_bf.tasks.classification import read_classifier
-from detr_bf.text import csv_cell, printable, safe_message
+from detr_bf.text import counted, csv_cell, printable, safe_message
 
 logger = logging.getLogger(__name__)
 
@@ -193,7 +193,7 @@ def _panoptic(options: argparse.Namespace) -> int:
             for title, panoptic in zip(titles, maps, strict=True)
         ],
     )
-    print(safe_message(f"{len(rows)} images of {len(runs)} runs: {table}, {picture.name}"))
+    print(safe_message(f"{counted(len(rows), 'image')} of {counted(len(runs), 'run')}: {table}, {picture.name}"))
     return 0
 
 
@@ -270,7 +270,7 @@ def _write(table: Path, picture: Path, figure: Figure, results: Mapping[str, Seq
     rows = [{"run": name, **row} for name, own in results.items() for row in own]
     write_table(table, rows)
     save_figure(picture, figure)
-    print(safe_message(f"{len(rows)} rows of {len(results)} runs: {table}, {picture.name}"))
+    print(safe_message(f"{counted(len(rows), 'row')} of {counted(len(results), 'run')}: {table}, {picture.name}"))
     return 0
 
 

@@ -31,7 +31,7 @@ from detr_bf.config import packaged_experiments, parse_override
 from detr_bf.errors import InputError
 from detr_bf.files import check_output_folder, is_folder, make_output_folder
 from detr_bf.progress import setup_logging
-from detr_bf.text import listed, printable, safe_message
+from detr_bf.text import counted, listed, printable, safe_message
 
 logger = logging.getLogger(__name__)
 
@@ -124,7 +124,7 @@ def _run(options: argparse.Namespace) -> int:
             raise InputError("all cells are finished: there is nothing to submit")
         write_slurm_script(options.slurm, experiment, folder, cells, options.threads)
         folder.describe(experiment)
-        print(safe_message(f"{len(cells)} cells: sbatch {options.slurm}"))
+        print(safe_message(f"{counted(len(cells), 'cell')}: sbatch {options.slurm}"))
         return 0
     check_data(experiment, cells)
     folder.describe(experiment)

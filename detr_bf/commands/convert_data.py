@@ -28,7 +28,7 @@ from detr_bf.data.coco import CocoAnnotations, Source, read_annotations
 from detr_bf.data.formats import READERS, read_folder, read_split
 from detr_bf.errors import InputError
 from detr_bf.files import check_output_file, write_json
-from detr_bf.text import printable, safe_message
+from detr_bf.text import counted, printable, safe_message
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -125,10 +125,13 @@ def _summary(path: Path, content: CocoAnnotations, form: str) -> str:
     objects = Counter(annotation["category_id"] for annotation in content.annotations)
     pairs = {(annotation["category_id"], annotation["image_id"]) for annotation in content.annotations}
     images = Counter(category_id for category_id, _ in pairs)
-    lines = [f"{printable(path)}: {len(content.images)} images, {len(content.annotations)} objects"]
+    lines = [
+        f"{printable(path)}: {counted(len(content.images), 'image')}, {counted(len(content.annotations), 'object')}"
+    ]
     for category in content.categories:
         number = category["id"]
-        lines.append(f"  {printable(category['name'])}: {objects[number]} objects in {images[number]} images")
+        found = f"{counted(objects[number], 'object')} in {counted(images[number], 'image')}"
+        lines.append(f"  {printable(category['name'])}: {found}")
     if crowds := sum(bool(annotation.get("iscrowd")) for annotation in content.annotations):
         kind = "difficult objects" if form == "Pascal VOC" else "crowds"
         lines.append(f"  {crowds} of them are {kind} (iscrowd 1): not trained on, and ignored in evaluation")

@@ -49,7 +49,7 @@ from detr_bf.predictor import Predictor
 from detr_bf.progress import progress_bar, setup_logging
 from detr_bf.report import ProbableClasses, class_labels, draw_panoptic, prediction_sheet, save_picture
 from detr_bf.structures import ClassMap, PanopticMap
-from detr_bf.text import printable
+from detr_bf.text import counted, printable
 from detr_bf.tiling import check_tile
 
 if TYPE_CHECKING:
@@ -202,7 +202,8 @@ def _run_video(options: argparse.Namespace, output: Output, threshold: float | s
             if not frames:
                 raise
             damage = printable(error, limit=1000)
-    print(f"{objects} objects in {frames} frames, {_scores(predictor, threshold)}: {printable(output.folder)}")
+    done = f"{counted(objects, 'object')} in {counted(frames, 'frame')}"
+    print(f"{done}, {_scores(predictor, threshold)}: {printable(output.folder)}")
     if interruption.signal:
         print("interrupted: the frames before are written", file=sys.stderr)
         return 128 + interruption.signal
@@ -450,7 +451,7 @@ def write_objects(
                 continue
             with atomic_write(output.folder / name) as temporary:
                 temporary.write_text(content, encoding="utf-8", errors="surrogateescape", newline="\n")
-    return f"{sum(map(len, found))} objects in {len(found)} images"
+    return f"{counted(sum(map(len, found)), 'object')} in {counted(len(found), 'image')}"
 
 
 def _contents(form: str, found: Sequence[Prediction], class_map: ClassMap, texts: Mapping[int, str]) -> dict[str, Any]:
@@ -510,7 +511,7 @@ def write_classes(output: Output, predictor: ClassifierPredictor, images: InputI
         for entry in entries
     ]
     where = printable(output.folder)
-    return [*lines, f"classes of {len(entries)} images, {len(shown)} of them on the sheet: {where}"]
+    return [*lines, f"classes of {counted(len(entries), 'image')}, {len(shown)} of them on the sheet: {where}"]
 
 
 def most_probable(probabilities: Tensor, class_map: ClassMap, threshold: float) -> list[dict[str, Any]]:
@@ -539,7 +540,7 @@ def write_panoptic_maps(output: Output, predictor: Predictor, images: InputImage
 
     with output.writing([*names.values(), *(f"panoptic/{name}" for name in names.values()), "panoptic.json"], images):
         write_panoptic(folder / "panoptic.json", folder / "panoptic", maps(), predictor.class_map, names)
-    return [f"panoptic maps of {len(images.files) - len(images.unreadable)} images: {printable(folder)}"]
+    return [f"panoptic maps of {counted(len(images.files) - len(images.unreadable), 'image')}: {printable(folder)}"]
 
 
 def _stem(file: Path) -> str:

@@ -92,7 +92,7 @@ def check(arguments: Sequence[str] | None = None) -> int:
         task = task_of(config)
         task.check_settings()
         report = task.examine()
-        print(safe_message(report))
+        print(safe_message("\n".join(filter(None, (str(report), task.settings_text())))))
         if report.errors:
             return 2
         if sheet is not None:

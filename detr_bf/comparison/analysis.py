@@ -27,7 +27,7 @@ from detr_bf.comparison.statistics import (
 )
 from detr_bf.comparison.tables import table_from_dict
 from detr_bf.errors import InputError, prefix_errors
-from detr_bf.text import listed, printable
+from detr_bf.text import counted, listed, printable
 
 RESULT_FORMAT = "detr_bf comparison 1"
 _PRIMARY = {"boxes": "AP", "panoptic": "PQ", "classifier": "top1"}  # by kind of table
@@ -340,7 +340,7 @@ def _sentences(
     for difference in differences:
         pairs = [(seed, fold) for seed, fold in difference["pairs"]]
         total = sum({fold: len(found[difference["arm"], seed, fold].image_ids) for seed, fold in pairs}.values())
-        yield _finding(difference, primary, f"{_pairs_text(pairs)}, {total} images")
+        yield _finding(difference, primary, f"{_pairs_text(pairs)}, {counted(total, 'image')}")
         yield from _unpaired(difference["arm"], difference["against"], pairs, records)
     asked = {name for pair in planned for name in pair} - {baseline}
     compared = {difference[side] for difference in differences for side in ("arm", "against")}
@@ -383,10 +383,10 @@ def _finding(difference: Mapping[str, Any], primary: str, basis: str) -> str:
 def _pairs_text(pairs: Sequence[_Pair]) -> str:
     seeds, folds = {seed for seed, _ in pairs}, {fold for _, fold in pairs}
     if len(folds) < 2:
-        return _plural(len(pairs), "seed")
+        return counted(len(pairs), "seed")
     if len(pairs) == len(folds):
-        return f"{_plural(len(folds), 'fold')} with one seed each"
-    return f"{_plural(len(folds), 'fold')} and {_plural(len(seeds), 'seed')}, {len(pairs)} pairs"
+        return f"{counted(len(folds), 'fold')} with one seed each"
+    return f"{counted(len(folds), 'fold')} and {counted(len(seeds), 'seed')}, {len(pairs)} pairs"
 
 
 def _unpaired(arm: str, baseline: str, pairs: Sequence[_Pair], records: Mapping[_Key, _Record]) -> Iterator[str]:
@@ -397,7 +397,7 @@ def _unpaired(arm: str, baseline: str, pairs: Sequence[_Pair], records: Mapping[
         verb = "is" if len(texts) == 1 else "are"
         yield (
             f"{listed(texts)} {verb} not in both {printable(arm)} and {printable(baseline)}: the difference is that of "
-            f"the {_plural(len(pairs), 'common pair')}."
+            f"the {counted(len(pairs), 'common pair')}."
         )
 
 
@@ -412,7 +412,7 @@ def _tests(differences: Sequence[Mapping[str, Any]], primary: str) -> Iterator[s
     best, exact = 2 / 2**least if least else 1, "exact" if least <= EXACT_SIGNS else "estimated"
     if best >= SIGNIFICANCE:
         yield (
-            f"With {_plural(least, 'pair')} the exact sign-flip p cannot be below {min(1, best):.4g}, so that it could "
+            f"With {counted(least, 'pair')} the exact sign-flip p cannot be below {min(1, best):.4g}, so that it could "
             "not call any difference significant; the verdicts rest on the interval for new seeds and new images."
         )
     else:
@@ -434,7 +434,7 @@ def _exploratory(differences: Sequence[Mapping[str, Any]], primary: str) -> Iter
     told = [(own, metric, entry) for own, metric, entry in others if entry["verdict"] != "undecided"]
     chance = SIGNIFICANCE * len(others)
     yield (
-        f"Exploratory: of {_plural(len(others), 'comparison')} in other metrics, without adjustment, {len(told)} "
+        f"Exploratory: of {counted(len(others), 'comparison')} in other metrics, without adjustment, {len(told)} "
         f"{'excludes' if len(told) == 1 else 'exclude'} 0; if nothing differed, about {chance:.1f} would."
     )
     for own, metric, entry in told:
@@ -465,7 +465,3 @@ def _signed(value: float) -> str:
     if 0 < abs(value) < 0.0005:
         return f"{value:+.1g}"
     return f"{value + 0.0:+.3f}"  # without the sign of -0.0
-
-
-def _plural(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -27,8 +27,8 @@ from detr_bf.comparison.figures import (
 )
 from detr_bf.errors import InputError
 from detr_bf.files import write_json, write_text
-from detr_bf.report.page import count, escaped, html_page, number, percent, section
-from detr_bf.text import csv_cell, printable, safe_message
+from detr_bf.report.page import escaped, html_page, number, percent, section
+from detr_bf.text import counted, csv_cell, printable, safe_message
 
 _FORMAT = "detr_bf comparison 1"
 _JSON, _CSV, _PAGE = "comparison.json", "comparison.csv", "index.html"
@@ -228,7 +228,7 @@ def _header(document: Document, title: str) -> str:
     runs = sum(len(arm["cells"]) for arm in arms)
     sentences = "".join(f"<p>{escaped(sentence)}</p>\n" for sentence in document.get("sentences") or ())
     note = (
-        f"{count(len(arms), 'arm')}, {count(runs, 'run')}, baseline {printable(document['baseline'])}. Metrics are "
+        f"{counted(len(arms), 'arm')}, {counted(runs, 'run')}, baseline {printable(document['baseline'])}. Metrics are "
         f"shown x 100, intervals are at {_confidence(document)}. {_JSON} and {_CSV} have all numbers without rounding."
     )
     return f"<header><h1>{escaped(title)}</h1>\n{sentences}{_note(note)}</header>"

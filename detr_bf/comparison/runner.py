@@ -150,11 +150,14 @@ def _first_bytes(path: Path) -> str:
 
 
 def check_data(experiment: Experiment, cells: Sequence[ExperimentCell]) -> None:
-    """Check the data of the cells, once for each distinct data and model settings.
+    """Check the settings of each arm, and the data of the cells once for each distinct data and model settings.
 
     Raises:
-        InputError: the data cannot be trained on.
+        InputError: an arm has settings that make no model, or the data cannot be trained on.
     """
+    for arm in dict.fromkeys(cell.arm for cell in cells):
+        with prefix_errors(f"arm {arm}"):
+            task_of(experiment.configs[arm]).check_settings()
     known = set()
     for cell in cells:
         config = experiment.config(cell)

@@ -75,6 +75,10 @@ LOCAL_PATH = Rule(
     "path of the file)",
     lambda value: _is_local_path(value),
 )
+LOCAL_PATHS = Rule(
+    "a list of at most 100 Python files on this machine, each with another name",
+    lambda values: len(values) <= 100 and all(map(_is_local_path, values)) and _have_names_of_their_own(values),
+)
 WEIGHTS = Rule(
     f"{LOCAL_PATH.wanted}, the name of published weights, or hf://user/name",
     lambda value: bool(re.fullmatch(r"hf://[\w.-]+/[\w.-]+(@[\w./-]+)?", value)) or _is_local_path(value),
@@ -89,6 +93,11 @@ ARGUMENTS = Rule(
 def _is_local_path(value: str) -> bool:
     longest = max(len(name.encode(errors="surrogatepass")) for name in value.split("/"))
     return longest <= 255 and len(value) <= 4000 and "\0" not in value and not re.match(r"[A-Za-z][\w+.-]*://", value)
+
+
+def _have_names_of_their_own(paths: list[str]) -> bool:
+    names = [each.partition("@")[0].rpartition("/")[2] for each in paths]
+    return len(set(names)) == len(names)
 
 
 def _plain_arguments(value: Any, key: str = "", level: int = 0) -> bool:
@@ -164,6 +173,21 @@ def arguments() -> Any:
     return field(default_factory=dict, **ARGUMENTS.field)
 
 
+def factors() -> Any:
+    """Return a field for factors by name, by default empty."""
+    rule = Rule(f"names with factors from 0 to {_written(LARGE)}", lambda by_name: _are_factors(by_name))
+    return field(default_factory=dict, **rule.field)
+
+
+def _are_factors(by_name: dict[str, float]) -> bool:
+    return all(0 <= factor <= LARGE for factor in by_name.values())
+
+
+def python_files() -> Any:
+    """Return a field for a list of Python files; the loader replaces those that the user names by name and hash."""
+    return field(default_factory=list, metadata={"rule": LOCAL_PATHS, "code": True})
+
+
 def path(default: str | None) -> Any:
     """Return a field for a file or folder; the loader replaces a leading ``~`` by the home folder."""
     return field(default=default, metadata={"rule": LOCAL_PATH, "path": True})
@@ -188,6 +212,9 @@ class OptimizerConfig:
     final_factor: float = fraction(0.5)  # factor at the end; only schedule=flat_cosine
     warmup_steps: int = not_negative(0, STEPS)  # steps of linear warm-up; at most the run: else a tenth of it
     clip_norm: float = not_negative(0.1)  # maximum gradient norm; 0: no clipping
+
+
+EMA_SPANS = 6  # averaging lengths, of 1 / (1 - decay) steps each, in a run whose averaged weights forget their start
 
 
 @dataclass
@@ -253,6 +280,9 @@ class RunConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+
+    def __post_init__(self) -> None:
+        self.sources: dict[str, str] = {}  # by full key: the file or override that set it; not a setting
 
     def check_values(self, prefix: str) -> None:
         optimizer, epochs = self.optimizer, self.train.epochs

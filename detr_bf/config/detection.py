@@ -21,12 +21,14 @@ from detr_bf.config.common import (
     TrainConfig,
     below_one,
     choice,
+    factors,
     fraction,
     indices,
     not_negative,
     numbers,
     path,
     positive,
+    python_files,
     seed,
     sides,
     sizes,
@@ -174,7 +176,7 @@ class ModelConfig:
 class BatchFormerConfig:
     """BatchFormerV2 in the encoder."""
 
-    enabled: bool = True
+    enabled: bool = False
     layers: list[int] = indices(0)  # encoder layers with an insertion, counted from 0, ascending
     position: str = choice("before", "after")  # of the encoder layer; the authors' code inserts after it
     shared: bool = True  # one module for all insertions; false: one module each
@@ -218,8 +220,9 @@ class DetectorLocalizationConfig(LocalizationConfig):
 
 @dataclass
 class DetectorPluginsConfig:
-    """Plug-ins of the encoder beside BatchFormerV2."""
+    """Plug-ins of the encoder beside BatchFormerV2, and files with parts of the user's own."""
 
+    files: list[str] = python_files()  # with mixers, transforms, metrics and costs of your own: docs/batch_attention.md
     context_broadcasting: ContextBroadcastingConfig = field(default_factory=ContextBroadcastingConfig)
     relative_localization: DetectorLocalizationConfig = field(default_factory=DetectorLocalizationConfig)
 
@@ -231,6 +234,7 @@ class MatcherConfig:
     class_cost: float = not_negative(1.0)  # of the classification
     bbox_cost: float = not_negative(5.0)  # of the L1 distance of the boxes
     giou_cost: float = not_negative(2.0)  # of the generalised IoU of the boxes
+    extra: dict[str, float] = factors()  # factors of further costs by name in detr_bf.losses.MATCHING_COSTS
 
     def check_values(self, prefix: str) -> None:
         if not (self.class_cost or self.bbox_cost or self.giou_cost):

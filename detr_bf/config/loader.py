@@ -28,6 +28,7 @@ from detr_bf.config.common import RunConfig
 from detr_bf.config.detection import DetectionConfig
 from detr_bf.config.masked_autoencoding import MaskedConfig
 from detr_bf.errors import InputError, prefix_errors
+from detr_bf.extensions import is_stored, use_plugins
 from detr_bf.text import printable
 
 SCHEMAS: dict[str, type[RunConfig]] = {  # by task; the first one is the default
@@ -70,12 +71,14 @@ def load_config(
     for source, tree in sources:
         merged = _merge(merged, tree, source, schema)
     try:
-        config = OmegaConf.to_object(merged)
+        config: Any = OmegaConf.to_object(merged)
     except _UNREADABLE as error:
         key = getattr(error, "full_key", None)
         where = f"config {', '.join(map(printable, files)) or None}:{f' {printable(key)}:' if key else ''}"
         raise InputError(f"{where} {_first_line(error)}") from error
+    config.sources = {key: source for source, tree in sources for key in flatten_settings(tree)}
     _check_values(config)
+    _name_files(config)
     return config
 
 
@@ -119,13 +122,26 @@ def config_from_dict(tree: dict[str, Any], overrides: Sequence[str] = (), *, sou
     for override in overrides:
         merged = _merge(merged, parse_override(override), f"override '{printable(override)}'", schema)
     try:
-        config = OmegaConf.to_object(merged)
+        config: Any = OmegaConf.to_object(merged)
     except _UNREADABLE as error:  # text instead of a number, or an override that cannot be resolved
         key = str(getattr(error, "full_key", None) or "")
         raise InputError(_wrong_type(source, key, _given(tree, key), schema)) from error
     with prefix_errors(source):
         _check_values(config)
+    if any("files" in parse_override(override).get("plugins", {}) for override in overrides):
+        _name_files(config)  # those of the tree alone are not the user's
     return config
+
+
+def _name_files(config: RunConfig) -> None:
+    """Replace the files in ``plugins.files``, which the user has named, by their names and hashes (in-place).
+
+    Raises:
+        InputError: a file is missing.
+    """
+    plugins = getattr(config, "plugins", None)
+    files: list[str] = getattr(plugins, "files", [])
+    files[:] = [each if is_stored(each) else use_plugins(each)[0] for each in files]
 
 
 def saved_config(path: Path) -> Any:

@@ -1,7 +1,8 @@
 """DETR's training and evaluation transforms (Carion et al. 2020, arXiv 2005.12872, section 4, "Technical details").
 
 Every transform maps a :class:`Sample` to a :class:`Sample` and takes its random numbers from torch's global CPU
-generator. To add a training transform, enter it in :data:`TRANSFORMS` and name it in ``data.transforms.extra``.
+generator. :data:`TRANSFORMS` holds further training transforms by name, for ``data.transforms.extra``; a file of the
+user's own adds to it with ``@TRANSFORMS.register("NAME")``.
 """
 
 from __future__ import annotations
@@ -17,9 +18,8 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional
 from torchvision.tv_tensors import BoundingBoxes, BoundingBoxFormat, Image, Mask, wrap
 
-from detr_bf.errors import InputError
+from detr_bf.extensions import Registry, UserFile, extended
 from detr_bf.structures import Batch, Target, padding_mask
-from detr_bf.text import printable
 
 
 class Sample(NamedTuple):
@@ -35,10 +35,10 @@ SampleTransform = Callable[[Sample], Sample]
 
 # Further training transforms by name, applied in the order of ``data.transforms.extra`` after the standard ones. They
 # keep the image uint8, and drop the objects of which they leave nothing.
-TRANSFORMS: dict[str, SampleTransform] = {
-    "photometric_distort": v2.RandomPhotometricDistort(),
-    "vertical_flip": v2.RandomVerticalFlip(),
-}
+TRANSFORMS: Registry[SampleTransform] = Registry(
+    "transform",
+    {"photometric_distort": v2.RandomPhotometricDistort(), "vertical_flip": v2.RandomVerticalFlip()},
+)
 
 
 def train_transform(
@@ -62,18 +62,11 @@ def train_transform(
     Raises:
         InputError: a name of ``extra`` is not in :data:`TRANSFORMS`.
     """
-    unknown = [name for name in extra if name not in TRANSFORMS]
-    if unknown:
-        raise InputError(
-            f"data.transforms.extra names the unknown transform '{printable(unknown[0])}', expected names of "
-            f"detr_bf.data.transforms.TRANSFORMS: {', '.join(sorted(TRANSFORMS))}"
-        )
+    added = [_Registered(name) for name in extra]
     resize = RandomResize(short_sides, max_size) if square is None else SquareResize(square)
     crop = v2.Compose([RandomResize(crop_short_sides), RandomSizeCrop(crop_min, crop_max), resize])
     resize_or_crop = v2.RandomChoice([resize, crop], p=[1 - random_crop, random_crop])
-    return v2.Compose(
-        [v2.RandomHorizontalFlip(horizontal_flip), resize_or_crop, *(_Registered(name) for name in extra)]
-    )
+    return v2.Compose([v2.RandomHorizontalFlip(horizontal_flip), resize_or_crop, *added])
 
 
 class _Registered:
@@ -81,13 +74,23 @@ class _Registered:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.transform = TRANSFORMS[name]
+        self.transform = TRANSFORMS.find(name, "data.transforms.extra")
+        self._file = TRANSFORMS.files.get(name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A process that is not forked executes the user's file again."""
+        return _registered, (self.name, self._file)
 
     def __call__(self, sample: Sample) -> Sample:
         changed = self.transform(sample)
         if not isinstance(changed, Sample) or changed.image.dtype != torch.uint8:
             raise TypeError(f"the transform '{self.name}' must return a Sample whose image is uint8")
         return changed
+
+
+def _registered(name: str, file: UserFile | None) -> _Registered:
+    with extended([] if file is None else [file]):
+        return _Registered(name)
 
 
 def eval_transform(*, short_side: int, max_size: int, square: int | None = None) -> SampleTransform:

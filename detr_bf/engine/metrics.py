@@ -22,6 +22,7 @@ from detr_bf.engine.state import Progress
 from detr_bf.errors import InputError, TrainingError
 from detr_bf.files import read_records, write_text
 from detr_bf.losses import STREAM_NAMES, LossReport
+from detr_bf.text import counted
 
 logger = logging.getLogger(__name__)
 
@@ -269,7 +270,9 @@ class TrainingLog:
         means, batches = self._epoch.take()
         if means:
             steps = math.ceil(batches / accumulate)
-            logger.info("epoch %.3g, step %d, mean of %d steps: %s", epoch, step, steps, training_line(means))
+            logger.info(
+                "epoch %.3g, step %d, mean of %s: %s", epoch, step, counted(steps, "step"), training_line(means)
+            )
 
 
 def training_line(means: Mapping[str, float]) -> str:

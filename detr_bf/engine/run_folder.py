@@ -23,6 +23,7 @@ from detr_bf.files import (
     ERRORS_FILE,
     EVALUATION_FILE,
     MACHINE_FILE,
+    MARKER_FILE,
     METRICS_FILE,
     PANOPTIC_SHEET_FILE,
     REPORT_FILE,
@@ -126,7 +127,7 @@ class RunFolder:
     log = _Inside("log.txt")
     metrics = _Inside(METRICS_FILE)
     machine = _Inside(MACHINE_FILE)
-    marker = _Inside("detr_bf-run.json")  # a RunMarker, in every folder that detr_bf writes to
+    marker = _Inside(MARKER_FILE)  # a RunMarker, in every folder that detr_bf writes to
     lock = _Inside("detr_bf-run.lock")  # held by the process that writes to the folder
     last = _Inside("last.pt")
     best = _Inside("best.pt")

@@ -5,8 +5,8 @@ Shape legend: L decoder layers, R rows, Q queries, K logits, T objects of the ro
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -16,9 +16,13 @@ from torchvision.ops import box_convert
 
 from detr_bf.boxes import generalized_iou
 from detr_bf.devices import send
+from detr_bf.extensions import Registry
 from detr_bf.losses.classification import NOT_SUPERVISED, Classification, at_least_float32, check_factors
 from detr_bf.structures import Outputs, PaddedTargets
 
+# (logits (..., R, Q, K), boxes (..., R, Q, 4), targets) -> (..., R, Q, T), undefined for padding in T
+MatchingCost = Callable[[Tensor, Tensor, PaddedTargets], Tensor]
+MATCHING_COSTS: Registry[MatchingCost] = Registry("matching cost", {})  # added to those of HungarianMatcher
 STACK_LIMIT = 350_000  # elements of one layer's cost above which stacking all layers is slower than looping
 UNMATCHABLE = 1e8  # replaces costs that are not finite, so that such queries are matched last
 
@@ -50,7 +54,8 @@ class HungarianMatcher:
     """One-to-one assignment of least cost, separately for every decoder layer and row.
 
     The cost is ``class_cost`` x the cost of the classification + ``bbox_cost`` x L1 - ``giou_cost`` x generalized IoU,
-    which has ``giou_eps`` added to its divisors, here and in the loss (1e-6 in DAB-DETR and its successors).
+    which has ``giou_eps`` added to its divisors, here and in the loss (1e-6 in DAB-DETR and its successors), + each of
+    the ``extra`` costs, names of :data:`MATCHING_COSTS`, x its factor.
     """
 
     classification: Classification
@@ -58,8 +63,12 @@ class HungarianMatcher:
     bbox_cost: float = 5.0
     giou_cost: float = 2.0
     giou_eps: float = 0.0
+    extra: Mapping[str, float] = field(default_factory=dict)
+    _added: tuple[tuple[str, MatchingCost, float], ...] = field(init=False, repr=False)  # ``extra`` as functions
 
     def __post_init__(self) -> None:
+        added = [(name, MATCHING_COSTS.find(name, "loss.matcher.extra"), each) for name, each in self.extra.items()]
+        object.__setattr__(self, "_added", tuple(added))
         costs = {"class_cost": self.class_cost, "bbox_cost": self.bbox_cost, "giou_cost": self.giou_cost}
         check_factors("HungarianMatcher", costs)
 
@@ -97,6 +106,11 @@ class HungarianMatcher:
         overlap = generalized_iou(_corners(boxes)[..., :, None, :], _corners(targets.boxes)[:, None], self.giou_eps)
         classes = self.classification.match_cost(logits, targets.labels)
         cost = self.class_cost * classes + self.bbox_cost * distance - self.giou_cost * overlap
+        for name, function, factor in self._added:
+            added = function(logits, boxes, targets)
+            if added.shape != cost.shape:
+                raise TypeError(f"the matching cost '{name}' must be {tuple(cost.shape)}, got {tuple(added.shape)}")
+            cost = cost + factor * added
         return cost.nan_to_num(UNMATCHABLE, UNMATCHABLE, -UNMATCHABLE)
 
 

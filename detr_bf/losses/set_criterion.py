@@ -20,6 +20,7 @@ from torchvision.ops import box_convert, sigmoid_focal_loss
 from detr_bf import distributed
 from detr_bf.boxes import generalized_iou, iou
 from detr_bf.devices import tensor_on
+from detr_bf.extensions import Registry
 from detr_bf.losses.classification import (
     NO_OBJECT,
     NOT_SUPERVISED,
@@ -86,6 +87,7 @@ class SetCriterion:
     mask_weight: float = 1.0
     dice_weight: float = 1.0
     local: bool = False
+    metrics: Mapping[str, Metric] = field(default_factory=lambda: dict(LOGGED_METRICS))
 
     def __post_init__(self) -> None:
         names = ("class_weight", "bbox_weight", "giou_weight", "mask_weight", "dice_weight")
@@ -136,7 +138,7 @@ class SetCriterion:
         logged = _stream_log(streams, weights) if outputs.num_streams > 1 else {}
         with torch.no_grad():
             logged |= {
-                name: metric(outputs, padded, matches, self.classification) for name, metric in LOGGED_METRICS.items()
+                name: metric(outputs, padded, matches, self.classification) for name, metric in self.metrics.items()
             }
         return LossReport(losses, weights, logged)
 
@@ -225,11 +227,11 @@ def cardinality_error(
     return (classification.is_object(logits).sum(1) - counts).abs().mean()
 
 
-# Metrics logged in training, by name: (outputs, targets, matches, classification) -> scalar, without gradient
-LOGGED_METRICS: dict[str, Callable[[Outputs, PaddedTargets, Matches, Classification], Tensor]] = {
-    "class_error": class_error,
-    "cardinality_error": cardinality_error,
-}
+Metric = Callable[[Outputs, PaddedTargets, Matches, Classification], Tensor]  # -> scalar, without gradient
+# Metrics logged in training, all of them
+LOGGED_METRICS: Registry[Metric] = Registry(
+    "metric", {"class_error": class_error, "cardinality_error": cardinality_error}
+)
 
 
 def _box_losses(outputs: Outputs, targets: PaddedTargets, matches: Matches, giou_eps: float) -> tuple[Tensor, Tensor]:

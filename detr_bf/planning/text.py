@@ -22,6 +22,7 @@ from detr_bf.planning.machine import (
 )
 from detr_bf.planning.plan import ALLOWANCE, CONTEXT, AttentionSpan, Plan, Rates, Suggestion, Time
 from detr_bf.planning.trace import OBJECTS, kernels_assumed
+from detr_bf.text import counted
 
 CLOSE = 0.9  # share of a GPU's memory above which a plan barely fits
 
@@ -29,8 +30,7 @@ CLOSE = 0.9  # share of a GPU's memory above which a plan barely fits
 def describe_plan(plan: Plan, config: DetectionConfig, machine: Machine) -> str:
     """Return all numbers, advice and assumptions of a plan."""
     train = config.train
-    batches = "1 batch" if train.accumulate == 1 else f"{train.accumulate} batches"
-    together = f"{train.batch_size} images each, {batches} a step"
+    together = f"{counted(train.batch_size, 'image')} each, {counted(train.accumulate, 'batch', 'batches')} a step"
     return "\n".join(
         [
             f"{machine.gpus} x {machine.gpu.title}, {_gb(machine.bytes)} each; {together}, {train.precision}",
@@ -103,8 +103,9 @@ def _time(plan: Plan, machine: Machine) -> Iterator[str]:
     rate = time.flops_per_step / time.seconds_per_step / 1e12
     yield ""
     yield (
-        f"Steps: {schedule.images_per_step} images each, {schedule.steps_per_epoch} an epoch of {machine.images} "
-        f"images, {schedule.steps} in {schedule.epochs:.4g} epochs"
+        f"Steps: {schedule.images_per_step} image{'s' * (schedule.images_per_step != 1)} each, "
+        f"{schedule.steps_per_epoch} an epoch of {machine.images} image{'s' * (machine.images != 1)}, "
+        f"{schedule.steps} in {schedule.epochs:.4g} epoch{'s' * (schedule.epochs != 1)}"
     )
     yield f"Time: {time.seconds_per_step:.3f} s a step ({time.source}), {_duration(time.days)} for the run, " + (
         f"without evaluation; {time.flops_per_step / 1e12:.3g} TFLOP a step and GPU, {rate:.3g} TFLOP/s"

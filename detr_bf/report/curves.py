@@ -27,6 +27,7 @@ _TOTAL: tuple[_Name, ...] = (
     ("stream/batchformer", "BatchFormer stream", "red"),
 )
 _TERM_NAMES = {"loss_ce": "cross-entropy", "loss_localization": "relative localization"}
+_GROUP_NAMES = {"dn": "denoising"}
 _TERM = re.compile(r"loss_[a-z][a-z0-9_]{0,30}")
 _ATTENTION = re.compile(r"attention/\d+(\.\d+)?/(others|entropy)")
 _REPEATED = re.compile(r".*_(\d+|enc)")  # terms of auxiliary layers and encoder proposals
@@ -63,7 +64,7 @@ DETECTION_CURVES = CurvePlan(
         ("loss_dice", "mask DICE", "sky"),
     ),
     terms_title="Unweighted terms, last decoder layer",
-    others_title="Plug-ins, unweighted, logarithmic",
+    others_title="Further terms, unweighted, logarithmic",
     scores=(
         ("PQ", "PQ", "red"),
         ("mask/AP", "mask AP", "green"),
@@ -189,7 +190,7 @@ def _further_terms(metrics: Metrics, plan: CurvePlan, weights: bool) -> tuple[_N
     if len(logged) < 2 and not plan.terms:
         return ()
     return tuple(
-        (name, _term_name(metrics.train if weights else (), name), colour)
+        (name, _term_name(metrics.train if weights else (), name, plan.terms), colour)
         for name, colour in zip(logged, CHART_COLOURS, strict=False)
     )
 
@@ -205,9 +206,16 @@ def _attention_lines(metrics: Metrics) -> tuple[_Name, ...]:
     )
 
 
-def _term_name(records: tuple[_Record, ...], name: str) -> str:
-    """Return the name of a term with its weight in the total unless it is 1: ``relative localization x 0.01``."""
+def _term_name(records: tuple[_Record, ...], name: str, planned: Iterable[_Name]) -> str:
+    """Return the name of a term with its weight in the total unless it is 1: ``relative localization x 0.01``.
+
+    A term of a group of queries has the name of the ``planned`` term: ``class, denoising`` for ``loss_ce_dn``.
+    """
     text = _TERM_NAMES.get(name) or name.removeprefix("loss_").replace("_", " ")
+    for term, label, _ in planned:
+        if name.startswith(f"{term}_"):
+            group = name.removeprefix(f"{term}_")
+            text = f"{label}, {_GROUP_NAMES.get(group) or group.replace('_', ' ')}"
     weights = series(records, f"weight/{name}")[1]
     low, high = min(weights, default=1.0), max(weights, default=1.0)
     if low == high == 1:

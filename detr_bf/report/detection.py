@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from detr_bf.config import DetectionConfig
+from detr_bf.config import DetectionConfig, config_to_dict, flatten_settings
 from detr_bf.config.common import ContextBroadcastingConfig, LocalizationConfig
 from detr_bf.config.detection import DetectorPluginsConfig
 from detr_bf.evaluation import ClassResult, CocoSummary, PanopticClassResult, PanopticSummary, Result
@@ -15,7 +15,6 @@ from detr_bf.files import EVALUATION_FILE, PANOPTIC_SHEET_FILE, SHEET_FILE
 from detr_bf.report.curves import DETECTION_CURVES
 from detr_bf.report.page import (
     TaskPage,
-    count,
     headline,
     missing,
     percent,
@@ -24,6 +23,7 @@ from detr_bf.report.page import (
     table,
     validation_sheet,
 )
+from detr_bf.text import counted
 
 _SIDE_BY_SIDE = "Validation images with ground truth and predictions side by side"
 
@@ -68,12 +68,26 @@ def batch_former_line(config: DetectionConfig) -> str:
         return "BatchFormerV2 is off."
     layers = ", ".join(map(str, settings.layers))
     position = f"{settings.position} encoder {'layer' if len(settings.layers) == 1 else 'layers'} {layers}"
-    ending = "" if settings.until_epoch is None else f", for the first {settings.until_epoch} epochs"
+    ending = "" if settings.until_epoch is None else f", for the first {counted(settings.until_epoch, 'epoch')}"
     weights = " with shared weights" if settings.shared and len(settings.layers) > 1 else ""
     return (
         f"BatchFormerV2 {position}{weights}, mode {settings.mode.replace('_', ' ')}, {settings.heads} heads, "
         f"dropout {settings.dropout:g}, batches of {config.train.batch_size}{ending}."
     )
+
+
+def batch_former_source(config: DetectionConfig) -> str:
+    """Return sentences that say if batch attention is on, what set it, and which settings have no effect without it."""
+    on, source = config.batch_former.enabled, config.sources.get("batch_former.enabled")
+    line = batch_former_line(config)
+    if source is None and on:  # not read from files
+        return line
+    text = f"{line} batch_former.enabled={str(on).lower()} is {f'set by {source}' if source else 'the default'}."
+    given, default = (flatten_settings(config_to_dict(each)) for each in (config, DetectionConfig()))
+    unread = [key for key in config.sources if key.startswith("batch_former.") and given[key] != default[key]]
+    if on or not unread:
+        return text
+    return f"{text} {', '.join(unread)} {'has' if len(unread) == 1 else 'have'} no effect without it."
 
 
 def _results(result: Result | None) -> Iterator[str]:
@@ -112,7 +126,7 @@ def _headline(summary: CocoSummary | None, kind: str) -> str:
     if summary is None:
         return missing(EVALUATION_FILE, "evaluation")
     sizes = zip(SIZE_NAMES, (summary.APs, summary.APm, summary.APl), strict=True)
-    small = [(f"AP {name}", percent(ap), count(summary.num_objects_by_size[name], "object")) for name, ap in sizes]
+    small = [(f"AP {name}", percent(ap), counted(summary.num_objects_by_size[name], "object")) for name, ap in sizes]
     small.append((f"AR, {summary.max_detections} detections", percent(summary.AR), "recall"))
     if summary.best is not None:
         small.append(("F1", percent(summary.best.f1), f"threshold {summary.best.threshold:.2f}"))
@@ -122,8 +136,8 @@ def _headline(summary: CocoSummary | None, kind: str) -> str:
         ("AP75", percent(summary.AP75), "IoU 0.75"),
     ]
     note = (
-        f"COCO {kind} metrics in percent on {summary.num_images:,} images, "
-        f"{summary.num_detections:,} detections, computed with {summary.engine}."
+        f"COCO {kind} metrics in percent on {counted(summary.num_images, 'image')}, "
+        f"{counted(summary.num_detections, 'detection')}, computed with {summary.engine}."
     )
     return headline(large, small, note)
 
@@ -139,7 +153,7 @@ def _panoptic_headline(summary: PanopticSummary) -> str:
         for group, suffix in (("things", "th"), ("stuff", "st"))
         for name in ("PQ", "SQ", "RQ")
     ]
-    return headline(large, small, f"Panoptic quality in percent on {summary.num_images:,} images.")
+    return headline(large, small, f"Panoptic quality in percent on {counted(summary.num_images, 'image')}.")
 
 
 def _panoptic_table(summary: PanopticSummary) -> str:

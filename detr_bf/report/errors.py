@@ -20,7 +20,6 @@ from detr_bf.report.drawing import Colour, Mark, Rectangle, make_marks, paint_ma
 from detr_bf.report.figures import draw_confusion, save_figure
 from detr_bf.report.fonts import legible
 from detr_bf.report.page import (
-    count,
     missing,
     number,
     percent,
@@ -34,6 +33,7 @@ from detr_bf.report.page import (
 from detr_bf.report.panoptic import check_map_size, paint_segments
 from detr_bf.report.sheet import GROUND_TRUTH, LABEL_SIZE, Strip, fit, lay_out
 from detr_bf.structures import PanopticMap
+from detr_bf.text import counted
 
 _CONFUSION_FILE = "pictures/confusion.png"
 _SEGMENTS_FILE = "pictures/confusion_panoptic.png"
@@ -95,7 +95,7 @@ def error_sheet(rows: Iterable[ErrorSheetRow], class_names: Sequence[str], thres
         marks = list(_error_marks(errors, class_names, scale))
         paint_marks(found, marks, LABEL_SIZE)
         wrong = sum(kind not in (HIT, IGNORED) for kind in errors.types)
-        strips.append(Strip((truth, found), (caption, f"{count(wrong, 'error')}, {int(errors.missed.sum())} missed")))
+        strips.append(Strip((truth, found), (caption, f"{counted(wrong, 'error')}, {int(errors.missed.sum())} missed")))
     return lay_out(strips, (GROUND_TRUTH, f"Errors, score ≥ {threshold:.3g}"))
 
 
@@ -179,7 +179,7 @@ def panoptic_error_sheet(rows: Iterable[PanopticErrorRow], class_names: Sequence
             colours |= dict.fromkeys(texts, colour)
             names = [texts.get(segment.id, "") for segment in panoptic.segments]
             pictures.append(paint_segments(picture, panoptic, names, list(colours.values()), LABEL_SIZE))
-        counts = f"{count(len(errors.wrong), 'wrong segment')}, {len(errors.missed)} missed"
+        counts = f"{counted(len(errors.wrong), 'wrong segment')}, {len(errors.missed)} missed"
         strips.append(Strip(tuple(pictures), (caption, counts)))
     return lay_out(strips, (GROUND_TRUTH, "Predictions"))
 

@@ -6,6 +6,7 @@ White background, few lines, colours for colour-blind readers.
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,7 @@ _NAME_LENGTH = 24  # letters
 _LISTED = 12  # most frequent mistakes
 _CELL = 1.5  # inches, side of an image on a sheet
 _LETTERS = 28  # most characters of the title of a cell
+_LETTER_WIDTH, _HEADING_LINE = 0.085, 0.17  # inches of a heading
 
 
 def check_suffix(output: str | Path, what: str) -> None:
@@ -87,9 +89,16 @@ def one_plot(heading: str, xlabel: str, ylabel: str) -> tuple[Figure, Axes]:
 
 
 def picture_grid(heading: str, lines: int, columns: int, width: float, height: float) -> tuple[Figure, np.ndarray]:
-    """Create a figure of ``width`` x ``height`` inches with a heading and (lines, columns) axes without frames."""
+    """Create a figure of ``width`` x ``height`` inches with a heading and (lines, columns) axes without frames.
+
+    A heading that is wider than the figure is wrapped, and the figure is higher by the added lines.
+    """
+    letters = max(20, int(width / _LETTER_WIDTH))
+    given = heading.splitlines()
+    wrapped = [part for line in given for part in textwrap.wrap(line, letters) or [""]]
+    height += (len(wrapped) - len(given)) * _HEADING_LINE
     figure = Figure(figsize=(width, height), layout="constrained", facecolor="white")
-    figure.suptitle(heading, fontsize=10, fontweight="bold", color=INK)
+    figure.suptitle("\n".join(wrapped), fontsize=10, fontweight="bold", color=INK)
     grid = figure.subplots(lines, columns, squeeze=False)
     for axes in grid.flat:
         axes.set_axis_off()

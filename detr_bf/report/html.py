@@ -18,6 +18,7 @@ from detr_bf.files import (
     CONFIG_FILE,
     EVALUATION_FILE,
     MACHINE_FILE,
+    MARKER_FILE,
     METRICS_FILE,
     REPORT_FILE,
     SHEET_FILE,
@@ -40,7 +41,7 @@ from detr_bf.report.page import (
     section,
     value_table,
 )
-from detr_bf.text import printable
+from detr_bf.text import counted, printable
 
 _RUNS = "detr_bf runs"  # generator of pages of several runs
 _RUN_PICTURES = 6  # most pictures of full size on a page of several runs
@@ -78,7 +79,7 @@ def write_report(run_dir: str | Path, page: TaskPage = DETECTION_PAGE, title: st
         [
             f'<header><h1>{escaped(heading)}</h1><p class="lead">{escaped(" ".join(sentences))}</p></header>',
             *page.results(result),
-            section("Curves", _curves(metrics, page)),
+            *([] if _is_evaluation(run_dir) else [section("Curves", _curves(metrics, page))]),
             *page.details(run_dir, result),
             section("Config", _config(_read_text(config_file))),
             section("Machine", _machine(_read_text(machine_file), machine_file)),
@@ -179,7 +180,8 @@ def _length(metrics: Metrics) -> list[str]:
     if not metrics.train:
         return []
     record = metrics.train[-1]
-    length = f"Trained for {record['step']:,} steps, {record['epoch']:.3g} epochs."
+    epochs_done = f"{record['epoch']:.3g}"
+    length = f"Trained for {counted(record['step'], 'step')}, {epochs_done} epoch{'s' * (epochs_done != '1')}."
     epochs, scores = series(metrics.val, "score")
     if not scores:
         return [length]
@@ -213,6 +215,12 @@ def _best(metrics: Metrics) -> int:
 def _curves(metrics: Metrics, page: TaskPage) -> str:
     found = curves(metrics, page.curves)
     return chart_group(found) if found else missing(METRICS_FILE, "metrics")
+
+
+def _is_evaluation(run_dir: Path) -> bool:
+    """Return True for the folder of an evaluation, in which nothing was trained."""
+    text = _read_text(run_dir / MARKER_FILE)
+    return text is not None and _parse_json(text, run_dir / MARKER_FILE).get("kind") == "evaluation"
 
 
 def _read_metrics(run_dir: Path) -> Metrics:

@@ -200,11 +200,6 @@ def number(value: float | None, digits: int = 3) -> str:
     return _NO_VALUE if value is None else f"{value:.{digits}f}"
 
 
-def count(number: int, noun: str, plural: str = "") -> str:
-    """Return for example ``2 images``; the default plural is the noun with an s."""
-    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
-
-
 def _cards(cards: Iterable[Card]) -> str:
     return "".join(
         f'<div class="card"><span>{escaped(name)}</span><strong>{escaped(value)}</strong>'

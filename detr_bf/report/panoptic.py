@@ -21,9 +21,9 @@ from torchvision.transforms.v2 import functional as transforms
 from detr_bf.errors import InputError
 from detr_bf.report.drawing import DARK, Colour, class_colour, enlarged, font_size_for, text_colour
 from detr_bf.report.fonts import legible, load_font, shorten
-from detr_bf.report.page import count
 from detr_bf.report.sheet import GROUND_TRUTH, LABEL_SIZE, Strip, fit, lay_out
 from detr_bf.structures import PanopticMap, Segment
+from detr_bf.text import counted
 
 _OPACITY = 0.55  # of a segment's colour over the grey image
 _SHADES = (0.0, 0.12, -0.12, 0.06, -0.06)  # lightness added for the segments of one class
@@ -91,7 +91,7 @@ def panoptic_comparison(
             check_map_size(image, panoptic)
         picture, _ = fit(image)
         painted = (_paint_classes(picture, panoptic, names, LABEL_SIZE) for panoptic in maps)
-        strips.append(Strip((picture, *painted), (caption, *(count(len(each.segments), "segment") for each in maps))))
+        strips.append(Strip((picture, *painted), (caption, *(counted(len(each.segments), "segment") for each in maps))))
     return lay_out(strips, ("Image", *titles), strips_per_line=1)
 
 
@@ -150,7 +150,7 @@ def _paint_pair(row: PanopticSheetRow, names: Sequence[str]) -> Strip:
         check_map_size(row.image, panoptic)
     picture, _ = fit(row.image)
     truth, found = (_paint_classes(picture, panoptic, names, LABEL_SIZE) for panoptic in (row.truth, row.found))
-    counts = f"{count(len(row.truth.segments), 'segment')} in the ground truth, {len(row.found.segments)} predicted"
+    counts = f"{counted(len(row.truth.segments), 'segment')} in the ground truth, {len(row.found.segments)} predicted"
     return Strip((truth, found), (row.file_name, counts))
 
 

@@ -14,6 +14,7 @@ from detr_bf.errors import InputError
 from detr_bf.report.drawing import make_marks, paint_marks
 from detr_bf.report.fonts import legible, load_font, shorten
 from detr_bf.structures import Detections
+from detr_bf.text import counted
 
 CELL = 420  # pixels, width and largest height of one picture
 _GAP = 10  # pixels between the pictures of one image
@@ -113,8 +114,7 @@ def augmented_sheet(
                 marks = [replace(mark, text="") for mark in marks]
             paint_marks(picture, marks, _CAPTION)
             pictures.append(picture)
-            objects = "1 object" if len(boxes) == 1 else f"{len(boxes)} objects"
-            captions.append(f"{image.shape[2]} x {image.shape[1]}, {objects}")
+            captions.append(f"{image.shape[2]} x {image.shape[1]}, {counted(len(boxes), 'object')}")
         strips.append(Strip(tuple(pictures), tuple(captions)))
     return lay_out(strips, titles, 1, _VERSION_CELL)
 

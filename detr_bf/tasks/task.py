@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from detr_bf import interop
+from detr_bf.assembly.data import build_train_transforms
 from detr_bf.assembly.model import accelerate, device_of
 from detr_bf.assembly.training import (
     changed_splits,
@@ -23,14 +24,16 @@ from detr_bf.assembly.training import (
     precision_of,
     seed_per_rank,
     train_settings,
+    warn_of_slow_average,
 )
-from detr_bf.config import RunConfig, config_to_dict
+from detr_bf.config import DetectionConfig, RunConfig, config_to_dict
 from detr_bf.data.checks.annotations import Report
 from detr_bf.engine import Checkpoint, EvaluationResult, RunFolder, Trainer, TrainingStep, build_and_load
 from detr_bf.engine.step import Criterion, TrainingBatch
 from detr_bf.errors import InputError
 from detr_bf.malloc import keep_freed_memory
 from detr_bf.report import TaskPage
+from detr_bf.report.detection import batch_former_source
 from detr_bf.structures import ClassMap
 from detr_bf.text import listed
 
@@ -95,6 +98,22 @@ class Task(ABC, Generic[C]):
             raise InputError(f"the data cannot be trained on\n{report}")
         logger.info("%s", report)
         return report.statistics
+
+    def check_settings(self) -> None:
+        """Build model and loss without memory for weights, before any data are read.
+
+        Raises:
+            InputError: the settings contradict each other, or name a part that does not exist.
+        """
+        with torch.device("meta"):
+            model = self.build_model(2)
+        self.build_criterion(model, (1, 1))
+        if isinstance(self.config, DetectionConfig):
+            build_train_transforms(self.config)
+
+    def settings_text(self) -> str:
+        """Return sentences about batch attention of a detector, with the file that set it; empty for other tasks."""
+        return batch_former_source(self.config) if isinstance(self.config, DetectionConfig) else ""
 
     def describe_data(self, splits: Sequence[str] = ("train", "val")) -> Mapping[str, Any] | None:
         """Return the statistics of ``splits`` without a check of the images; None if the task has none."""
@@ -261,6 +280,7 @@ class Task(ABC, Generic[C]):
         seed_per_rank(config)
         make_batches, batches_per_epoch, num_images = self.train_batches(data, device)
         evaluate = self.build_evaluation(data.class_map, folder, data)
+        warn_of_slow_average(config, batches_per_epoch)
         optimizer = self.build_optimizer(model)
         metrics = metrics_log(config, folder, resume_from, new_val="val" in changed)
         with ExitStack() as undo:

@@ -11,13 +11,16 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch import Tensor, nn
 
 from detr_bf.analysis.batch_attention import Place, attention_at, choose_places, position_of, received_attention
 from detr_bf.analysis.inspected import Level, load_inspected
+from detr_bf.batchformer import BATCH_MIXERS
 from detr_bf.batchformer.inspection import attending, recorded
 from detr_bf.commands.analyze import main as analyze
 from detr_bf.config import load_config
 from detr_bf.engine import RunFolder
+from detr_bf.report.figures import picture_grid
 from detr_bf.tasks import task_of
 from tests.tools.test_analyze import TINY, V2
 from tools.train_net import main as train_net
@@ -31,7 +34,7 @@ model:
   feedforward_dim: 16
   num_queries: 6
   backbone: {{name: resnet18, weights: none, strides: [32], frozen_stages: 0, frozen_norm: false}}
-batch_former: {{heads: 2, num_layers: 2}}
+batch_former: {{enabled: true, heads: 2, num_layers: 2}}
 data:
   train: {{images: {train.images}, annotations: {train.annotations}}}
   val: {{images: {val.images}, annotations: {val.annotations}}}
@@ -167,12 +170,41 @@ BAD = {
 }
 
 
-def test_bad_input_is_told(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_heading_is_not_wider_than_its_figure() -> None:
+    """Measure the drawn text of the longest heading over two columns."""
+    text = "Weights that the marked position of the first image gives to each image: mean of the heads (each head)"
+    figure, _ = picture_grid(f"{text}\nsecond line", 2, 2, 4.0, 5.0)
+    figure.draw_without_rendering()
+    extent = figure._suptitle.get_window_extent()
+    assert 0 <= extent.x0 < extent.x1 <= figure.bbox.width
+    assert 0 <= extent.y0 < extent.y1 <= figure.bbox.height
+    assert figure.get_figheight() > 5
+    assert picture_grid("short", 1, 2, 4.0, 5.0)[0].get_figheight() == 5
+
+
+class Identity(nn.Module):
+    """Mixer without attention."""
+
+    def __init__(self, dim: int, *, heads: int, dropout: float, num_layers: int) -> None:
+        super().__init__()
+        self.project = nn.Linear(dim, dim)
+
+    def forward(self, tokens: Tensor, padding_mask: Tensor | None, exchange: object) -> Tensor:
+        return self.project(tokens)
+
+
+def test_bad_input_is_told(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = ["--output", str(tmp_path / "out")]
     run = trained(config)
     cases = [(run, arguments.split(), said) for arguments, said in BAD.items()]
     cases.append((trained(config, "off", "batch_former.enabled=false"), [], "the model has no BatchFormerV2"))
     cases.append((trained(config, "alone", "batch_former.mode=self_only"), [], "no image attends to another"))
+    monkeypatch.setitem(BATCH_MIXERS, "identity", Identity)
+    cases.append(
+        (trained(config, "own", "batch_former.mixer=identity"), [], "its mixer is not the library's attention")
+    )
     capsys.readouterr()
     for run, arguments, said in cases:
         assert analyze(["batch-attention", "--run", str(run), *out, *arguments]) == 2

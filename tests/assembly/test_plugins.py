@@ -38,6 +38,7 @@ from tests.detectors.tiny import (
 from tests.plugins import tiny
 
 SMALL = (
+    "batch_former.enabled=true",
     "model.hidden_dim=32",
     "model.heads=2",
     "model.encoder_layers=2",

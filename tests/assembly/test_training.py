@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from detr_bf.assembly import build_model
-from detr_bf.assembly.training import check_same_classes, learning_rate, metrics_log
+from detr_bf.assembly.training import check_same_classes, learning_rate, metrics_log, warn_of_slow_average
 from detr_bf.config import ClassifierConfig, DetectionConfig, load_config
 from detr_bf.data.coco import CocoDetection
 from detr_bf.engine import Checkpoint, RunFolder
+from detr_bf.engine.state import AveragedWeights
 from detr_bf.errors import InputError
 from detr_bf.structures import ClassMap
 from detr_bf.tasks.detection import _num_tokens, check_enough_tokens
@@ -67,6 +68,31 @@ def test_a_run_that_is_cut_short_has_the_schedule_of_the_whole_run(schedule: str
     settings = (f"train.epochs={epochs}", f"optimizer.schedule={schedule}", "optimizer.drop_epochs=[3]")
     whole, cut = (learning_rate(classifier(*settings, *more), 4) for more in ((), ("train.max_steps=3",)))
     assert cut == whole
+
+
+@pytest.mark.parametrize("warmup", [0, 50])
+def test_averaged_weights_slower_than_the_run_are_told(warmup: int, caplog: pytest.LogCaptureFixture) -> None:
+    """The share of the first weights is that of an average of scalars, 1 at the first step and 0 at the others."""
+    on = ("train.ema.enabled=true", f"train.ema.warmup_steps={warmup}", "train.ema.decay=0.98", "train.epochs=10")
+    config = load_config(None, [*on, "train.accumulate=2"], task="classification")
+    weight = torch.nn.Linear(1, 1, bias=False)
+    averaged = AveragedWeights(weight, 0.98, warmup)
+    for step in range(50):
+        torch.nn.init.constant_(weight.weight, float(step == 0))
+        averaged.update_parameters(weight)
+    kept = 100 * averaged.module.weight.item()
+    with caplog.at_level(logging.WARNING):
+        warn_of_slow_average(config, 9)  # 5 steps an epoch
+    if warmup:
+        assert kept < 5
+        assert not caplog.text, "the first steps are forgotten quickly"
+        return
+    assert "train.ema.decay=0.98 is too slow for a run of 50 steps: at the end the averaged weights" in caplog.text
+    assert f"still hold {kept:.0f} % of the weights after the first step. Set train.ema.decay=0.88," in caplog.text
+    caplog.clear()
+    for settings in (["train.ema.decay=0.88"], ["train.max_steps=20"], ["train.ema.enabled=false"]):
+        warn_of_slow_average(load_config(None, [*on, "train.accumulate=2", *settings], task="classification"), 9)
+    assert not caplog.text
 
 
 def test_a_cosine_ends_at_the_least_learning_rate() -> None:

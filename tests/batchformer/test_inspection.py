@@ -181,7 +181,9 @@ def test_training_logs_attention_without_a_change_of_the_weights(
     weights, records = [], []
     for on in ("false", "true"):
         folder = RunFolder(tmp_path / on)
-        config = load_config(None, [*settings, f"batch_former.log_attention={on}", f"output_dir={folder.path}"])
+        config = load_config(
+            None, [*settings, f"batch_former={{enabled: true, log_attention: {on}}}", f"output_dir={folder.path}"]
+        )
         folder.path.mkdir()
         trainer = task_of(config).build_trainer(folder)
         trainer.train()

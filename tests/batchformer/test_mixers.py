@@ -152,7 +152,7 @@ def test_a_registered_mixer_is_built_by_name_and_trained(monkeypatch: pytest.Mon
     monkeypatch.setitem(BATCH_MIXERS, "mean", MeanMixer)
     settings = ["model.hidden_dim=32", "model.heads=2", "model.encoder_layers=1", "model.decoder_layers=1"]
     settings += ["model.feedforward_dim=16", "model.num_queries=3", "model.backbone.name=resnet18"]
-    config = load_config(None, [*settings, "model.backbone.weights=none", "batch_former.mixer=mean"])
+    config = load_config(None, [*settings, "model.backbone.weights=none", "batch_former={enabled: true, mixer: mean}"])
     torch.manual_seed(0)
     model = build_model(config, num_classes=3).train()
     mixer = model.encoder.batch_former.mixers["shared"]

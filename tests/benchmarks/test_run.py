@@ -54,7 +54,9 @@ def test_everything_is_printed_and_written(tmp_path: Path, capsys: pytest.Captur
 def test_outputs_that_differ_fail_the_benchmark(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(cases.INFERENCE, "with", "batch_former.mode=mini_batch_inference")  # not the identity
+    monkeypatch.setitem(
+        cases.INFERENCE, "with", "batch_former={enabled: true, mode: mini_batch_inference}"
+    )  # not the identity
     monkeypatch.setattr(run, "measure", lambda setting: [cases.measure_inference(setting)])
     assert run.main(["--device", "cpu", "--rounds", "2"]) == 1
     printed = capsys.readouterr()

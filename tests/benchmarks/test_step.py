@@ -19,6 +19,7 @@ from detr_bf.structures import TokenBatch
 from step import Stopwatch, Timed
 
 TINY = (
+    "batch_former.enabled=true",
     "model.backbone.name=resnet18",
     "model.backbone.strides=[32]",
     "model.hidden_dim=32",

@@ -18,7 +18,7 @@ model:
   feedforward_dim: 16
   num_queries: 6
   backbone: {{name: resnet18, weights: none, strides: [32], frozen_stages: 0, frozen_norm: false}}
-batch_former: {{heads: 2}}
+batch_former: {{enabled: true, heads: 2}}
 data:
   train: {{images: {train.images}, annotations: {train.annotations}}}
   val: {{images: {val.images}, annotations: {val.annotations}}}

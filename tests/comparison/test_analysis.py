@@ -177,10 +177,10 @@ def test_folds() -> None:
     means = np.array(good["values"]).reshape(2, 5).mean(0)
     width = 2 * 2.776445105 * means.std(ddof=1) * np.sqrt(1 / 5 + 1 / 4)
     assert good["seeds"]["high"] - good["seeds"]["low"] == pytest.approx(width)
-    assert "(5 folds and 2 seeds, 10 pairs, 1000 images)" in document["sentences"][0]
+    assert "(5 folds and 2 seeds, 10 pairs, 1,000 images)" in document["sentences"][0]
     assert "val, fold 3" in document["circumstances"]["data"]
     one = document_of(some_cells(seeds=1, folds=5))
-    assert "(5 folds with one seed each, 1000 images)" in one["sentences"][0]
+    assert "(5 folds with one seed each, 1,000 images)" in one["sentences"][0]
 
 
 def test_curves_costs_settings_and_circumstances() -> None:

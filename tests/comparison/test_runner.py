@@ -425,6 +425,9 @@ def test_data_are_checked_again_where_the_checks_depend_on_augmentation(
         def __init__(self, config: Any) -> None:
             self.config = config
 
+        def check_settings(self) -> None:
+            pass
+
         def check(self) -> None:
             checked.append(self.config)
 
@@ -432,3 +435,14 @@ def test_data_are_checked_again_where_the_checks_depend_on_augmentation(
     experiment = read_experiment(path)
     runner.check_data(experiment, [ExperimentCell(arm, 0, None) for arm in arms])
     assert len(checked) == 4
+
+
+def test_every_arm_is_built_before_the_first_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An arm with an unknown mixer fails before any data are read."""
+    arms = {"off": ["batch_former.enabled=false"], "own": ["batch_former.mixer=mine"]}
+    path = tmp_path / "experiment.yaml"
+    path.write_text(json.dumps({"title": "t", "base": "demo", "arms": arms, "baseline": "off", "seeds": 1}))
+    experiment = read_experiment(path)
+    monkeypatch.setattr("detr_bf.tasks.detection.DetectionTask.check", lambda self: pytest.fail("data were read"))
+    with pytest.raises(InputError, match=r"arm own: batch_former\.mixer must be one of attention; got 'mine'"):
+        runner.check_data(experiment, experiment.cells())

@@ -443,6 +443,16 @@ def _network_of(config: Any) -> str:
     return config.model.backbone.name if config.task == "detection" else config.model.name
 
 
+@pytest.mark.parametrize("name", [name for name in FILES if "classification" not in name and "experiments" not in name])
+def test_batch_attention_is_set_by_the_files_that_mean_to_have_it(name: str) -> None:
+    """The default is off; recipes of BatchFormerV2 and the demo say that it is on."""
+    config = load(name)
+    if config.task == "detection":
+        on = name.endswith("_bfv2.yaml") or name in ("demo.yaml", "demo_deformable.yaml", "demo_panoptic.yaml")
+        assert config.batch_former.enabled == on
+        assert not on or config.sources["batch_former.enabled"].startswith("file ")
+
+
 @pytest.mark.parametrize("stage", ["panoptic_detr_r50", "panoptic_detr_r50_bfv2", "panoptic_detr_r50_bfv2_boxes_only"])
 def test_the_mask_stage_starts_from_the_last_checkpoint_of_the_boxes(stage: str) -> None:
     masks, boxes = (

@@ -120,6 +120,7 @@ def test_detections_of_two_ranks_are_merged(coco_folder: Callable[..., SimpleNam
 
 WEIGHTS = {"loss_ce": 1.0, "loss_bbox": 5.0, "loss_giou": 2.0}
 SETTINGS = (
+    "batch_former.enabled=true",
     *("model.hidden_dim=32", "model.heads=2", "model.encoder_layers=1", "model.decoder_layers=2"),
     *("model.feedforward_dim=32", "model.num_queries=6", "model.backbone.name=resnet18", "model.backbone.weights=none"),
     *("model.backbone.strides=[8]", "data.transforms.eval_short_side=32", "data.workers=0", "eval.batch_size=2"),

@@ -23,7 +23,7 @@ model:
   feedforward_dim: 16
   num_queries: 4
   backbone: {name: "timm:test_resnet", weights: none, strides: [8], frozen_stages: 0, frozen_norm: false}
-batch_former: {heads: 2}
+batch_former: {enabled: true, heads: 2}
 """
 REST = """
   transforms: {short_sides: [24], max_size: 32, eval_short_side: 24, crop_short_sides: [24], crop_min: 16}

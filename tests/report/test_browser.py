@@ -122,6 +122,16 @@ def test_the_page_fits_the_window(opened: Any, request: pytest.FixtureRequest) -
         opened.screenshot(path=file, full_page=True)
 
 
+@variants(*NAMES)
+def test_a_table_that_is_cut_shows_it(opened: Any) -> None:
+    """The table of classes fits a telephone, and others have a shadow at the cut side."""
+    wide = opened.evaluate(
+        "[...document.querySelectorAll('.scroll')].filter((box) => box.scrollWidth > box.clientWidth)"
+        ".map((box) => [box.getAttribute('aria-label'), getComputedStyle(box).backgroundAttachment])"
+    )
+    assert all(name != "Class" and "local" in attachment for name, attachment in wide), wide
+
+
 @variants("run", "comparison")
 def test_text_can_be_read(opened: Any) -> None:
     """The contrast of all text outside of pictures is at least 4.5 (WCAG 2.2, level AA)."""

@@ -188,7 +188,7 @@ def test_weights_and_losses_of_validation_do_not_divide_the_charts_of_runs(tmp_p
     two = [train(1, **term, **{"weight/loss_localization": 0.1})]
     runs = {"a": read_metrics(write(tmp_path / "a", *one)), "b": read_metrics(write(tmp_path / "b", *two))}
     found = {chart.title: [line.name for line in chart.lines] for chart in curves_of_runs(runs, DETECTION_CURVES)}
-    assert found["Loss: total"] == found["Plug-ins, unweighted, logarithmic: relative localization"] == ["a", "b"]
+    assert found["Loss: total"] == found["Further terms, unweighted, logarithmic: relative localization"] == ["a", "b"]
     assert found["Loss: validation"] == ["a"]
 
 
@@ -214,6 +214,14 @@ def test_a_page_is_written_from_a_damaged_file(tmp_path: Path, rest: bytes) -> N
     page = write_report(tmp_path).read_text()
     assert ("Trained for 1,200 steps" in page) == bool(rest)
     assert ("metrics.jsonl is missing or empty" in page) == (not rest)
+
+
+def test_terms_of_denoising_queries_are_named(tmp_path: Path) -> None:
+    logged = {"loss_ce_dn": 0.8, "loss_giou_one_to_many": 0.9, "loss_localization": 0.5}
+    path = write(tmp_path / "m.jsonl", train(1, **logged), train(2, **logged))
+    (panel,) = (chart for chart in curves(read_metrics(path), DETECTION_CURVES) if "Further" in chart.title)
+    assert panel.title == "Further terms, unweighted, logarithmic"
+    assert [line.name for line in panel.lines] == ["class, denoising", "box GIoU, one to many", "relative localization"]
 
 
 def test_logged_batch_attention_has_a_panel(tmp_path: Path) -> None:

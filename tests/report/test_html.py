@@ -20,6 +20,7 @@ from detr_bf.classification.metrics import ClassificationEvaluator
 from detr_bf.classification.report.page import CLASSIFICATION_PAGE
 from detr_bf.commands import main
 from detr_bf.config import ClassifierConfig, DetectionConfig, config_to_yaml
+from detr_bf.config.detection import BatchFormerConfig
 from detr_bf.errors import InputError
 from detr_bf.evaluation import ClassResult, CocoSummary, PanopticClassResult, PanopticSummary, Result
 from detr_bf.evaluation.results import OperatingPoint
@@ -62,7 +63,8 @@ def run_dir(tmp_path: Path) -> Path:
     folder = tmp_path / "my run"
     record = {"kind": "train", "step": 1200, "epoch": 3.5, "loss": 2.0}
     write_text(folder / "metrics.jsonl", json.dumps(record) + "\n")
-    write_text(folder / "config.yaml", config_to_yaml(DetectionConfig(output_dir="<i>here</i>")))
+    config = DetectionConfig(output_dir="<i>here</i>", batch_former=BatchFormerConfig(enabled=True))
+    write_text(folder / "config.yaml", config_to_yaml(config))
     write_json(folder / "evaluation.json", SUMMARY.to_dict())
     write_json(folder / "machine.json", {"CPU": "<fast> & cool", "torch": "2.15.0"})
     save_picture(folder / "pictures" / "validation.png", torch.zeros(3, 4, 4, dtype=torch.uint8))
@@ -88,6 +90,17 @@ def test_the_page_holds_everything_and_loads_nothing(run_dir: Path) -> None:
     assert "BatchFormerV2 before encoder layer 0, mode two stream" in everything
     assert "30,000 detections, computed with pycocotools" in everything
     assert "num_queries: 100" in everything
+
+
+def test_a_page_of_an_evaluation_asks_for_no_curves(run_dir: Path) -> None:
+    (run_dir / "metrics.jsonl").unlink()
+    assert "This run has no metrics" in write_report(run_dir).read_text()
+    write_json(run_dir / "detr_bf-run.json", {"kind": "training"})
+    assert "This run has no metrics" in write_report(run_dir).read_text()
+    write_json(run_dir / "detr_bf-run.json", {"kind": "evaluation"})
+    page = write_report(run_dir).read_text()
+    assert "metrics.jsonl" not in page
+    assert "Curves" not in page
 
 
 @pytest.mark.parametrize(
@@ -161,7 +174,7 @@ def test_the_page_of_another_task_is_refused(run_dir: Path) -> None:
 
 def test_batch_former_line() -> None:
     config = DetectionConfig()
-    on = replace(config.batch_former, layers=[0, 2], position="after", mode="mini_batch_inference")
+    on = replace(config.batch_former, enabled=True, layers=[0, 2], position="after", mode="mini_batch_inference")
     line = batch_former_line(replace(config, batch_former=on))
     assert "after encoder layers 0, 2 with shared weights, mode mini batch inference, 4 heads" in line
     assert "batches of 2" in line

@@ -15,6 +15,7 @@ model:
   feedforward_dim: 32
   num_queries: 6
   backbone: {name: resnet18, weights: none, strides: [8], frozen_stages: 0, frozen_norm: false}
+batch_former: {enabled: true}
 data:
   transforms: {short_sides: [32, 40], max_size: 64, eval_short_side: 32, crop_short_sides: [40], crop_min: 24}
   workers: 0

@@ -27,6 +27,7 @@ from tests.tools.test_train_net import tool
 
 CLASSES = ClassMap((3, 7, 90), ("cat", "dog", "bird"))
 SETTINGS = [
+    "batch_former.enabled=true",
     *("model.hidden_dim=32", "model.heads=2", "model.encoder_layers=2", "model.decoder_layers=2"),
     *("model.feedforward_dim=32", "model.num_queries=6", "model.backbone.name=resnet18"),
     *("model.backbone.weights=none", "device=cpu"),

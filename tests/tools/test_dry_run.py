@@ -31,15 +31,29 @@ def test_a_detector(tiny: Path, tmp_path: Path, no_step: Path, capsys: pytest.Ca
     assert "to learn from: 15 images" in printed.err
     out = printed.out.splitlines()
     assert out[0].startswith("model: ")
-    assert out[1].startswith("first batch: 00")
-    assert out[1].count(".png") == 3
-    assert out[2:] == [
+    assert out[1].endswith(f"batches of 3. batch_former.enabled=true is set by file {tiny}.")
+    assert out[2].startswith("first batch: 00")
+    assert out[2].count(".png") == 3
+    assert out[3:] == [
         "steps: 15, 5 an epoch",
         f"dry run: nothing was trained or written; a run would be written to {tmp_path / 'run'}",
     ]
     assert not (tmp_path / "run").exists()
     assert sorted(path for path in tmp_path.rglob("*") if "cache" not in path.parts) == before
     assert list(no_step.iterdir()) == []
+
+
+def test_batch_attention_is_off_unless_asked_for(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = tiny.read_text()
+    tiny.write_text(text.replace("batch_former: {enabled: true}\n", "batch_former: {heads: 2}\n"))
+    off = (
+        "BatchFormerV2 is off. batch_former.enabled=false is the default. batch_former.heads has no effect without it."
+    )
+    assert main(["train", str(tiny), "--dry-run"]) == 0
+    assert off in capsys.readouterr().out.splitlines()
+    for settings, said in (([], off), (["batch_former.enabled=true"], "by override 'batch_former.enabled=true'.")):
+        assert main(["check", str(tiny), *settings]) == 0
+        assert capsys.readouterr().out.endswith(f"{said}\n")
 
 
 @pytest.mark.parametrize("make_config", [classifier_config, masked_config])

@@ -23,6 +23,7 @@ from tests.tools.test_train_net import tool, train_net
 
 CLASSES = ClassMap((3, 7, 90), ("cat", "dog", "bird"))
 SETTINGS = [
+    "batch_former.enabled=true",
     *("model.hidden_dim=32", "model.heads=2", "model.encoder_layers=1", "model.decoder_layers=2", "model.dropout=0.3"),
     *("model.feedforward_dim=32", "model.num_queries=6", "model.backbone.name=resnet18", "device=cpu"),
     *("model.backbone.weights=none", "model.backbone.frozen_norm=false", "batch_former.dropout=0.4"),

@@ -18,7 +18,6 @@ from detr_bf.report.detection import blocks, context_broadcasting, relative_loca
 from detr_bf.report.errors import error_sections, reliability_chart
 from detr_bf.report.page import (
     TaskPage,
-    count,
     headline,
     missing,
     number,
@@ -29,6 +28,7 @@ from detr_bf.report.page import (
     table,
     validation_sheet,
 )
+from detr_bf.text import counted
 
 CONFUSION_FILE = "pictures/confusion.png"
 CLASSES_FILE = "pictures/classes.svg"
@@ -118,7 +118,7 @@ def _error_sections(run_dir: Path, content: Mapping[str, Any]) -> Iterator[str]:
         yield section("Most frequently confused classes", table(titles, rows))
     if suspects := content["suspects"]:
         note = (
-            f"{count(content['likely_label_errors'], 'image')} of {content['images']:,}: the predicted class is at "
+            f"{counted(content['likely_label_errors'], 'image')} of {content['images']:,}: the predicted class is at "
             "least as probable as on average over the images labelled with it (confident learning, Northcutt et al. "
             "2021). Shown are those with the largest difference from the probability of the label."
         )
@@ -160,14 +160,20 @@ def _headline(result: ClassificationResult) -> str:
         large.append(("Top-5", percent(result.top5), "one of five is right"))
     large.append(("Balanced", percent(result.balanced), "mean over classes"))
     small = [
-        (f"{group.capitalize()}-shot", percent(result.metrics[group]), count(_size(result, group), "class", "classes"))
+        (
+            f"{group.capitalize()}-shot",
+            percent(result.metrics[group]),
+            counted(_size(result, group), "class", "classes"),
+        )
         for group in GROUPS
     ]
     small.append(("Calibration error", percent(result.ece), "15 bins"))
     small.append(("Cross-entropy", number(result.loss), "mean over images"))
-    note = f"Accuracy in percent on {count(result.num_images, 'image')}; many-, medium-, few-shot: means over classes."
+    note = (
+        f"Accuracy in percent on {counted(result.num_images, 'image')}; many-, medium-, few-shot: means over classes."
+    )
     if result.num_not_finite:
-        note += f" The logits of {count(result.num_not_finite, 'image')} are not finite; they count as wrong."
+        note += f" The logits of {counted(result.num_not_finite, 'image')} are not finite; they count as wrong."
     return headline(large, small, note)
 
 
@@ -193,7 +199,7 @@ def _masked_sentences(config: MaskedConfig) -> list[str]:
     plugins = plugins if former.enabled else "without plug-ins"
     return [
         f"Masked autoencoder of {config.model.name}, {100 * config.model.mask_ratio:g} % of the patches masked.",
-        f"Decoder of {count(config.model.decoder_depth, 'block')}, {plugins}.",
+        f"Decoder of {counted(config.model.decoder_depth, 'block')}, {plugins}.",
         data_sentence(config.data),
     ]
 
@@ -201,9 +207,9 @@ def _masked_sentences(config: MaskedConfig) -> list[str]:
 def _masked_results(result: ReconstructionResult | None) -> Iterator[str]:
     content = missing(EVALUATION_FILE, "evaluation")
     if result is not None:
-        note = f"Mean squared error over the masked patches of {count(result.num_images, 'image')}."
+        note = f"Mean squared error over the masked patches of {counted(result.num_images, 'image')}."
         if result.num_not_finite:
-            note += f" That of {count(result.num_not_finite, 'image')} is not finite."
+            note += f" That of {counted(result.num_not_finite, 'image')} is not finite."
         content = headline([("Loss", number(result.loss, 4), "masked patches")], [], note)
     yield section("Validation", content)
 

@@ -51,7 +51,7 @@ from detr_bf.data.coco import Source, annotated_size, check_folder, check_maps, 
 from detr_bf.data.columns import Entries, distinct, values_of
 from detr_bf.data.images import MAX_PIXELS
 from detr_bf.files import cache_folder
-from detr_bf.text import printable
+from detr_bf.text import counted, printable
 
 _ROUNDING = 1.0  # pixels by which a box may exceed the image without a warning
 
@@ -79,7 +79,7 @@ class Report:
     @property
     def outcome(self) -> str:
         """Numbers of errors and warnings."""
-        return f"{len(self.errors)} errors, {len(self.warnings)} warnings"
+        return f"{counted(len(self.errors), 'error')}, {counted(len(self.warnings), 'warning')}"
 
     def __str__(self) -> str:
         """Return the contents, statistics, what is learned from, a table of findings, and a summary line."""
@@ -165,8 +165,9 @@ def _open(
 
 
 def _summary(split: Split) -> str:
-    counts = f"{len(split.content.images)} images, {len(split.objects)} objects, {len(split.names)} classes"
-    return f"{split.name}: {counts} ({printable(split.content.path)})"
+    counts = ((len(split.content.images), "image"), (len(split.objects), "object"), (len(split.names), "class"))
+    numbers = ", ".join(counted(number, noun, "classes" if noun == "class" else "") for number, noun in counts)
+    return f"{split.name}: {numbers}; file {printable(split.content.path)}"
 
 
 @CHECKS.add("error", "file-missing", "the image file does not exist")

@@ -17,7 +17,7 @@ import numpy as np
 from detr_bf.data.checks.report import Finding, Split
 from detr_bf.data.columns import Entries
 from detr_bf.data.transforms import resized_size
-from detr_bf.text import printable
+from detr_bf.text import counted, printable
 
 LEAST_STEPS = 2000  # from random weights
 LEAST_STEPS_FINE_TUNING = 300  # from the weights of a trained detector
@@ -53,8 +53,9 @@ def learning_lines(learned: Learned, training: Training) -> Iterator[str]:
     """Yield the lines about the boxes, their sizes, and the steps."""
     boxes = sum(learned.counts.values())
     rarest = min(learned.counts, key=lambda name: (learned.counts[name], name))
-    classes = f"{len(learned.counts)} classes, the rarest {printable(rarest)} ({learned.counts[rarest]:,})"
-    yield f"to learn from: {learned.images:,} images, {boxes:,} boxes of {classes}"
+    classes = counted(len(learned.counts), "class", "classes")
+    classes += f", the rarest {printable(rarest)} ({learned.counts[rarest]:,})"
+    yield f"to learn from: {counted(learned.images, 'image')}, {counted(boxes, 'box', 'boxes')} of {classes}"
     if len(learned.sizes):
         low, middle, high = np.quantile(learned.sizes, (0.05, 0.5, 0.95))
         form = f"{training.short_side} x {training.short_side}" if training.square else f"{training.short_side}"
@@ -66,8 +67,9 @@ def learning_lines(learned: Learned, training: Training) -> Iterator[str]:
     together = min(training.images_together, learned.images)  # a batch of more images than there are has all of them
     stopped = " (train.max_steps)" if steps < training.epochs * per_epoch else ""
     yield (
-        f"  {training.epochs:,} epochs x {per_epoch:,} steps of {together * training.accumulate:,} images: "
-        f"{steps:,} steps{stopped}, {steps * together * training.accumulate:,} images in all"
+        f"  {counted(training.epochs, 'epoch')} x {counted(per_epoch, 'step')} of "
+        f"{counted(together * training.accumulate, 'image')}: {counted(steps, 'step')}{stopped}, "
+        f"{counted(steps * together * training.accumulate, 'image')} in all"
     )
 
 
@@ -83,7 +85,7 @@ def learning_findings(learned: Learned, val: Split | None, training: Training) -
             "few-steps",
             f"fewer than {least:,} steps in all: too few for {'other classes' if training.fine_tuned else 'a decoder'}"
             f"{'' if training.fine_tuned else ' from random weights'}",
-            f"{steps:,} steps: set train.epochs={math.ceil(least / per_epoch)}{drops}, or a smaller "
+            f"{counted(steps, 'step')}: set train.epochs={math.ceil(least / per_epoch)}{drops}, or a smaller "
             f"train.batch_size{start}",
         )
     if learned.images < LEAST_TRAIN_IMAGES and not training.fine_tuned:
@@ -92,8 +94,8 @@ def learning_findings(learned: Learned, val: Split | None, training: Training) -
             "few-images",
             f"fewer than {LEAST_TRAIN_IMAGES:,} images and no init_from: most of the detector starts from random "
             "weights",
-            f"{learned.images:,} images: give init_from=FILE of a trained detector (docs/fine_tuning.md), or expect "
-            "a low AP",
+            f"{counted(learned.images, 'image')}: give init_from=FILE of a trained detector (docs/fine_tuning.md), or "
+            "expect a low AP",
         )
     small = int((learned.sizes < training.stride).sum())
     if small > LEAST_SMALL_SHARE * len(learned.sizes):
@@ -111,7 +113,7 @@ def learning_findings(learned: Learned, val: Split | None, training: Training) -
             "val",
             "few-val-images",
             f"fewer than {LEAST_VAL_IMAGES} images: their AP differs by several points by chance",
-            f"{len(val.content.images)} images: use more, or data.folds=5, or compare several seeds",
+            f"{counted(len(val.content.images), 'image')}: use more, or data.folds=5, or compare several seeds",
         )
 
 

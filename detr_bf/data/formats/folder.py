@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from detr_bf.data.coco import CocoAnnotations
 from detr_bf.errors import InputError
 from detr_bf.files import read_regular
-from detr_bf.text import listed, printable
+from detr_bf.text import counted, listed, printable
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +80,8 @@ class DataFolder:
 
     def __str__(self) -> str:
         """Return the form and the splits in a line."""
-        return f"{printable(self.root)}: {self.form}, {len(self.content.images)} images, splits: {self.known_splits}"
+        images = counted(len(self.content.images), "image")
+        return f"{printable(self.root)}: {self.form}, {images}, splits: {self.known_splits}"
 
     @property
     def known_splits(self) -> str:

@@ -55,7 +55,6 @@ def add_detr_bf_config(cfg: CfgNode) -> None:
     node.update({name: value for name, value in _node(defaults.model).items() if name not in ("NAME", "MASKS")})
     for section, ours in SECTIONS.items():
         node[section] = _node(getattr(defaults, ours))
-    node.BATCHFORMER.ENABLED = False
     node.PANOPTIC = CfgNode({"ENABLED": False, **_node(defaults.eval.panoptic)})
     node.MASK_THRESHOLD = defaults.eval.mask_threshold
     node.RECOMPUTE_ENCODER = defaults.train.recompute_encoder

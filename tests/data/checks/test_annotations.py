@@ -364,7 +364,7 @@ def test_the_table_lists_errors_first_in_aligned_columns(sets: DataSets) -> None
     assert error.startswith("error")
     assert warning.startswith("warning")
     assert header.index("example") == error.index("image 102") == warning.index("4 (unicorn)")
-    assert outcome == "1 errors, 1 warnings"
+    assert outcome == "1 error, 1 warning"
 
 
 @pytest.mark.parametrize(

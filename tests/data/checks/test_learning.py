@@ -66,7 +66,7 @@ def test_lines_by_hand() -> None:
     assert lines(split("train", {0: (200, 200), 1: (200, 400)}, boxes), PLENTY) == [
         "to learn from: 2 images, 2 boxes of 3 classes, the rarest class2 (0)",
         "  objects at the training size (shorter side 100): 28 pixels, 5 % below 25 and 5 % above 30",
-        "  100 epochs x 1 steps of 4 images: 100 steps, 400 images in all",
+        "  100 epochs x 1 step of 4 images: 100 steps, 400 images in all",
     ]
     square = PLENTY._replace(square=True, short_side=50)  # 80 x 80 of 200 x 400 becomes 20 x 10
     [_, sizes, _] = lines(split("train", {1: (200, 400)}, boxes[1:2]), square)
