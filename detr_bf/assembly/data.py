@@ -27,6 +27,7 @@ def build_train_data(config: DetectionConfig) -> CocoDetection:
     source = data_source(config, "train")
     settings = asdict(config.data.transforms)
     del settings["eval_short_side"]
+    settings["size_divisor"] = config.size_divisor
     resized = "short_sides" if settings["square"] is None else "square"
     sides = {side: [side] if resized == "short_sides" else side for side in config.data.batch_sides}
     return CocoDetection(
@@ -155,7 +156,12 @@ def _located(setting: str, given: str) -> Path:
 def build_eval_transform(config: DetectionConfig) -> SampleTransform:
     """Return the transform of evaluation images: resize only, to a square if training has squares."""
     transforms = config.data.transforms
-    return eval_transform(short_side=transforms.eval_short_side, max_size=transforms.max_size, square=transforms.square)
+    return eval_transform(
+        short_side=transforms.eval_short_side,
+        max_size=transforms.max_size,
+        square=transforms.square,
+        size_divisor=config.size_divisor,
+    )
 
 
 def build_loader(
