@@ -17,7 +17,6 @@ import onnx
 import pytest
 import torch
 from PIL import Image
-from torch import nn
 
 import detr_bf
 from detr_bf import export
@@ -150,7 +149,7 @@ def test_the_metadata_say_what_a_user_needs(detr: tuple[Predictor, Path]) -> Non
     assert found["category_ids"] == [7, 3, 9]
     assert (found["threshold"], found["thresholds"]) == (0.25, [0.2, 0.3, 0.4])
     assert (found["scores"], found["license"], found["max_detections"]) == ("softmax", "mit", 7)
-    assert found["resize"] == {"rule": "shorter_side", "side": 64, "longest": 96}
+    assert found["resize"] == {"rule": "shorter_side", "side": 64, "longest": 96, "multiple_of": 32}
     assert found["form"] == {"batch": None, "size": None, "postprocess": False}
     assert {"detr_bf", "torch", "onnxruntime"} <= set(found["versions"])
     assert found["parity"]["images"] == "synthetic"
@@ -298,6 +297,8 @@ def test_what_cannot_be_exported(tmp_path: Path) -> None:
     squares = predictor("detr", "data.transforms.square=64")
     with pytest.raises(InputError, match="64x64"):
         squares.export(tmp_path / "it.onnx", size=(64, 96))
+    with pytest.raises(InputError, match=r"multiples of 32 pixels.*give 64x96 for"):
+        predictor().export(tmp_path / "it.onnx", size=(92, 104))
 
 
 @pytest.fixture(scope="module")

@@ -101,7 +101,9 @@ class RtdetrConfig:
     points: list[int] = sizes(4)  # sampling points per query and head on a level; several: one number for each level
     sampling: str = choice("bilinear", "discrete")  # discrete: read the nearest cell, for devices without sampling
     learned_content: bool = False  # learned content of the queries instead of the features of the tokens
-    as_released: bool = False  # on maps that are not square, positions, cells and discrete sampling of the released code
+    as_released: bool = (
+        False  # on maps that are not square, positions, cells and discrete sampling of the released code
+    )
 
 
 @dataclass

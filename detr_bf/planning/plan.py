@@ -161,7 +161,9 @@ def make_plan(config: DetectionConfig, machine: Machine, recipe: DetectionConfig
 
 def trace_of(config: DetectionConfig, machine: Machine) -> Trace:
     """Trace a step at the largest image size."""
-    return trace(config, machine.classes(config), largest_size(config.data, config.size_divisor), processes=machine.gpus)
+    return trace(
+        config, machine.classes(config), largest_size(config.data, config.size_divisor), processes=machine.gpus
+    )
 
 
 def memory_of(config: DetectionConfig, machine: Machine, found: Trace) -> Memory:
