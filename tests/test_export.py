@@ -17,6 +17,7 @@ import onnx
 import pytest
 import torch
 from PIL import Image
+from scipy.optimize import linear_sum_assignment
 
 import detr_bf
 from detr_bf import export
@@ -74,8 +75,8 @@ def predictor(name: str = "detr", *settings: str, max_pixels: int = MAX_PIXELS, 
 def same(found: Any, expected: Any) -> None:
     """Compare detections; those whose scores are equal up to rounding may have changed places."""
     torch.testing.assert_close(found.scores, expected.scores, atol=1e-5, rtol=0)
-    order = (found.boxes[None] - expected.boxes[:, None]).abs().sum(-1).argmin(1).tolist() if len(expected) else []
-    assert sorted(order) == list(range(len(found)))
+    differences = torch.cdist(expected.boxes, found.boxes) + 1e6 * (expected.labels[:, None] != found.labels)
+    order = linear_sum_assignment(differences)[1]
     assert found.labels[order].tolist() == expected.labels.tolist()
     torch.testing.assert_close(found.scores[order], expected.scores, atol=1e-5, rtol=0)
     torch.testing.assert_close(found.boxes[order], expected.boxes, atol=1e-2, rtol=0)
