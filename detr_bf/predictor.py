@@ -226,7 +226,7 @@ class Predictor:
     ) -> Iterator[Prediction]:
         """Detect in many images, one after the other, in their order; ``image_id`` is the index, from 0.
 
-        Batches pad smaller images, which moves scores and boxes a little: 1 is the exact choice.
+        Batches pad smaller images, which moves scores and boxes (docs/inference.md): 1 is the exact choice.
 
         Args:
             images: images, or a folder: its image files and those of its subfolders, by name. Files of a folder that

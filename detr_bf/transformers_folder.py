@@ -5,6 +5,7 @@ transformers is imported when a folder is written or read, and is needed for not
 
 from __future__ import annotations
 
+import logging
 import math
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -24,6 +25,8 @@ from detr_bf.files import UNFINISHED, make_output_folder, read_json
 from detr_bf.interop import coco_classes, format_named, to_foreign, write_weights
 from detr_bf.structures import Batch, ClassMap
 from detr_bf.text import listed, printable
+
+logger = logging.getLogger(__name__)
 
 _CATEGORY_IDS = "detr_bf_category_ids"  # key of our own in config.json
 TRANSFORMERS_FILES = ("model.safetensors", "config.json", "preprocessor_config.json")
@@ -193,6 +196,11 @@ def _image_processor(library: Any, config: Mapping[str, Any]) -> Any:
     """Return the preprocessing of transformers: resizing as in our evaluation, and normalisation."""
     transforms, name = config["data"]["transforms"], config["model"]["name"]
     side = transforms["square"]
+    if not side and transforms.get("size_divisor", 1) != 1:
+        logger.warning(
+            "transformers does not round resized sides to multiples of the coarsest stride, as this detector was "
+            "trained (data.transforms.size_divisor): give it images of such sizes, or boxes shift"
+        )
     size = (
         {"height": side, "width": side}
         if side

@@ -239,7 +239,7 @@ def test_requests_that_arrive_together_share_a_batch(detector: Predictor) -> Non
 
 
 def test_padding_changes_the_answers_of_mixed_batches_a_little(detector: Predictor) -> None:
-    files = [photo(1, 64, 48), photo(2, 48, 64)]
+    files = [photo(1, 64, 32), photo(2, 32, 64)]  # resized to these sizes, multiples of 32
     held = Held(detector)
     with running(held, batch_size=2, max_wait=SECONDS / 2) as server:
         answers = [server.later(file, params={"threshold": 0}) for file in files]

@@ -96,6 +96,16 @@ def test_category_ids_are_those_of_coco_for_its_classes(saved: Callable[..., Pat
         read_transformers_config(path.parent)
 
 
+def test_rounded_sides_are_told_because_transformers_rounds_none(
+    saved: Callable[..., Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    small = ("model.backbone.name=resnet18", "model.num_queries=4")
+    detr_bf.load(saved("detr_r50", *small), "cpu").to_huggingface(tmp_path / "as_published")
+    assert "data.transforms.size_divisor" not in caplog.text
+    detr_bf.load(saved("detr_r50", *small, "data.transforms.size_divisor=null"), "cpu").to_huggingface(tmp_path / "own")
+    assert "does not round resized sides" in caplog.text
+
+
 def test_preprocessing_is_that_of_our_evaluation(saved: Callable[..., Path], tmp_path: Path) -> None:
     detector = detr_bf.load(saved("detr_r50", "model.backbone.name=resnet18"), "cpu")
     detector.to_huggingface(tmp_path / "theirs")

@@ -48,6 +48,7 @@ def build_train_transforms(config: DetectionConfig) -> tuple[SampleTransform, di
     """Return the transform of the training images, and those of ``data.batch_sides`` by side."""
     settings = asdict(config.data.transforms)
     del settings["eval_short_side"]
+    settings["size_divisor"] = config.size_divisor
     resized = "short_sides" if settings["square"] is None else "square"
     sides = {side: [side] if resized == "short_sides" else side for side in config.data.batch_sides}
     own = [] if set(settings["extra"]) <= set(TRANSFORMS) else config.plugins.files
@@ -169,7 +170,12 @@ def _located(setting: str, given: str) -> Path:
 def build_eval_transform(config: DetectionConfig) -> SampleTransform:
     """Return the transform of evaluation images: resize only, to a square if training has squares."""
     transforms = config.data.transforms
-    return eval_transform(short_side=transforms.eval_short_side, max_size=transforms.max_size, square=transforms.square)
+    return eval_transform(
+        short_side=transforms.eval_short_side,
+        max_size=transforms.max_size,
+        square=transforms.square,
+        size_divisor=config.size_divisor,
+    )
 
 
 def build_loader(
@@ -193,5 +199,6 @@ def training_amount(config: DetectionConfig) -> Training:
         short_side=sorted(sides)[len(sides) // 2],
         max_size=transforms.max_size,
         square=transforms.square is not None,
+        divisor=config.size_divisor,
         drops=config.optimizer.schedule == "step",
     )

@@ -311,6 +311,7 @@ def _rtdetr(model: ModelConfig) -> Callable[..., Detector]:
         learned_content=own.learned_content,
         denoising=ContrastiveDenoising(model.denoising.queries, **_noise_of(model)),
         as_released=own.as_released,
+        strides=tuple(model.backbone.strides),
     )
 
 

@@ -12,14 +12,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from timm.layers.conv2d_same import Conv2dSame
 from timm.layers.norm_act import FrozenBatchNormAct2d
-from timm.layers.padding import pad_same
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torchvision.ops import FrozenBatchNorm2d
 
+from detr_bf.backbones.same_padding import EndPaddedConv2d, pad_for
 from detr_bf.layers import FoldedWeights
 
 TRIAL_SIDE = 64  # pixels of the image with which the order of the layers is found
@@ -45,13 +44,13 @@ class NormedConv2d(_NormedConv):
         return self.with_norm(input)
 
 
-class NormedConv2dSame(_NormedConv, Conv2dSame):
+class NormedEndPaddedConv2d(_NormedConv, EndPaddedConv2d):
     """timm's convolution with TensorFlow's padding, with the frozen norm after it."""
 
     def forward(self, x: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
-            return Conv2dSame.forward(self, x)
-        return self.with_norm(pad_same(x, self.kernel_size, self.stride, self.dilation), (0, 0))  # type: ignore[arg-type]
+            return EndPaddedConv2d.forward(self, x)
+        return self.with_norm(pad_for(self, x), (0, 0))
 
 
 class PassedNorm2d(FrozenBatchNorm2d):
@@ -69,7 +68,7 @@ class PassedNormAct2d(FrozenBatchNormAct2d):
         return output
 
 
-CONVOLUTIONS = {nn.Conv2d: NormedConv2d, Conv2dSame: NormedConv2dSame}
+CONVOLUTIONS = {nn.Conv2d: NormedConv2d, EndPaddedConv2d: NormedEndPaddedConv2d}
 NORMS = {FrozenBatchNorm2d: PassedNorm2d, FrozenBatchNormAct2d: PassedNormAct2d}
 
 

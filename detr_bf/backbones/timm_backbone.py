@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from detr_bf.backbones import efficientnet_lite
 from detr_bf.backbones.backbone import Network, check_consecutive, select_levels
+from detr_bf.backbones.same_padding import pad_at_the_end
 from detr_bf.backbones.weights import copy_by_name, download_failed, load_network_weights, read_network_file
 from detr_bf.errors import InputError
 
@@ -76,6 +77,7 @@ def build_timm(name: str, *, weights: str, strides: Sequence[int], finer: bool =
         for module in body.modules():
             if isinstance(module, SwinTransformerBlock):
                 module.__class__ = PaddedSwinBlock
+    pad_at_the_end(body)
     if getattr(body, "output_fmt", None) == Format.NHWC:
         body = ChannelsFirst(body)
     stages = _stage_modules(body, features.module_name()[: levels[-1] + 1])

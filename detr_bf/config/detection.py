@@ -1,7 +1,8 @@
 """Settings of a detector's run, with types and defaults. Imports no torch.
 
 The defaults are DETR's published COCO recipe (Carion et al. 2020, arXiv 2005.12872, appendix A.4) and, for
-``batch_former``, those of BatchFormerV2 (arXiv 2204.01254).
+``batch_former``, those of BatchFormerV2 (arXiv 2204.01254). One differs: ``data.transforms.size_divisor``, which the
+recipes set to 1.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from detr_bf.config.common import (
 )
 from detr_bf.errors import InputError
 
+WITH_EXTRA_LEVELS = ("deformable_detr", "dab_deformable_detr", "dino")  # detectors that read model.extra_levels
 WITH_PATTERNS = ("dab_deformable_detr", "dab_detr", "dn_detr")  # detectors that read model.dab
 
 
@@ -101,7 +103,9 @@ class RtdetrConfig:
     points: list[int] = sizes(4)  # sampling points per query and head on a level; several: one number for each level
     sampling: str = choice("bilinear", "discrete")  # discrete: read the nearest cell, for devices without sampling
     learned_content: bool = False  # learned content of the queries instead of the features of the tokens
-    as_released: bool = False  # on maps that are not square, positions and discrete sampling of the released code
+    as_released: bool = (
+        False  # on maps that are not square, positions, cells and discrete sampling of the released code
+    )
 
 
 @dataclass
@@ -165,6 +169,13 @@ class ModelConfig:
     rtdetr: RtdetrConfig = field(default_factory=RtdetrConfig)
     smca: SmcaConfig = field(default_factory=SmcaConfig)
     backbone: BackboneConfig = field(default_factory=BackboneConfig)
+
+    @property
+    def strides(self) -> list[int]:
+        """Pixels per cell of all maps, the coarsest last, with those that the detector computes from the last one."""
+        strides = list(self.backbone.strides)
+        further = self.extra_levels if self.name in WITH_EXTRA_LEVELS else int(self.name == "smca_multi_scale")
+        return strides + [strides[-1] * 2 ** (level + 1) for level in range(further)]
 
     @property
     def detections(self) -> int:
@@ -288,6 +299,9 @@ class TransformConfig:
     max_size: int = positive(1333, WIDTH)  # maximum of the longer side; not read with square
     eval_short_side: int = positive(800, WIDTH)  # shorter side in evaluation; not read with square
     square: int | None = positive(None, WIDTH)  # resize to squares of this side instead, in evaluation too; null: off
+    size_divisor: int | None = positive(
+        None, WIDTH
+    )  # round resized sides to multiples of it; null: the coarsest stride of the model; 1: no, as in the COCO recipes
     horizontal_flip: float = fraction(0.5)  # probability of a flip
     random_crop: float = fraction(0.5)  # probability of resize, crop, resize instead of a single resize
     crop_short_sides: list[int] = sizes(400, 500, 600)  # shorter side before the crop, one is drawn per image
@@ -485,6 +499,7 @@ class DetectionConfig(RunConfig):
                 f"{self.train.epochs}: give a smaller number, or null"
             )
         self._check_epochs(prefix)
+        self._check_squares(prefix)
         if self.train.auto_batch and self.batch_former.gather:
             raise InputError(
                 f"{prefix}train.auto_batch=true tries batches on each GPU by itself, and {prefix}batch_former.gather "
@@ -494,6 +509,24 @@ class DetectionConfig(RunConfig):
             raise InputError(
                 "freeze.detector=true trains only the mask head, and relative localization is a loss of the encoder: "
                 "set plugins.relative_localization.enabled=false"
+            )
+
+    @property
+    def size_divisor(self) -> int:
+        """Number of which the sides of resized images are multiples."""
+        return self.data.transforms.size_divisor or max(self.model.strides)
+
+    def _check_squares(self, prefix: str) -> None:
+        """Refuse squares whose sides are no multiples of the divisor."""
+        square, divisor = self.data.transforms.square, self.size_divisor
+        sides = [] if square is None else [square, *self.data.batch_sides]
+        if wrong := [side for side in sides if side % divisor]:
+            below = wrong[0] // divisor * divisor
+            near = f"{below} or {below + divisor}" if below else str(divisor)
+            raise InputError(
+                f"{prefix}data.transforms.{'square' if wrong[0] == square else 'square with data.batch_sides'}: "
+                f"{wrong[0]} is not a multiple of {divisor} pixels, the coarsest stride of the model: give {near}, or "
+                f"{prefix}data.transforms.size_divisor=1, with which boxes shift by up to half a cell"
             )
 
     def _check_epochs(self, prefix: str) -> None:

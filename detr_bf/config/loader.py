@@ -118,7 +118,10 @@ def config_from_dict(tree: dict[str, Any], overrides: Sequence[str] = (), *, sou
     if not isinstance(tree, dict):
         raise InputError(f"{source}: expected a dictionary of settings, got {printable(repr(tree))}")
     schema = SCHEMAS[_task_of([(source, tree)], None)]
-    merged = _merge(OmegaConf.structured(schema), _escaped(tree, source), source, schema)
+    defaults = OmegaConf.structured(schema)
+    if schema is SCHEMAS["detection"]:  # settings saved before there was a divisor: those images were not rounded
+        defaults.data.transforms.size_divisor = 1
+    merged = _merge(defaults, _escaped(tree, source), source, schema)
     for override in overrides:
         merged = _merge(merged, parse_override(override), f"override '{printable(override)}'", schema)
     try:

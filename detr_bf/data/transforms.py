@@ -7,6 +7,7 @@ user's own adds to it with ``@TRANSFORMS.register("NAME")``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -51,19 +52,21 @@ def train_transform(
     crop_min: int,
     crop_max: int,
     square: int | None = None,
+    size_divisor: int = 1,
     extra: Sequence[str] = (),
 ) -> SampleTransform:
     """Flip with probability ``horizontal_flip``, then resize; with probability ``random_crop`` crop before the resize.
 
     The crop is taken from the image resized to one of ``crop_short_sides``. Sizes in pixels. ``square`` replaces
-    ``short_sides`` and ``max_size``: each image becomes a square of that side, without its aspect ratio. ``extra``
-    names transforms of :data:`TRANSFORMS` to apply at the end.
+    ``short_sides`` and ``max_size``: each image becomes a square of that side, without its aspect ratio. Otherwise the
+    sides are rounded to multiples of ``size_divisor``. ``extra`` names transforms of :data:`TRANSFORMS` to apply at the
+    end.
 
     Raises:
         InputError: a name of ``extra`` is not in :data:`TRANSFORMS`.
     """
     added = [_Registered(name) for name in extra]
-    resize = RandomResize(short_sides, max_size) if square is None else SquareResize(square)
+    resize = RandomResize(short_sides, max_size, size_divisor) if square is None else SquareResize(square)
     crop = v2.Compose([RandomResize(crop_short_sides), RandomSizeCrop(crop_min, crop_max), resize])
     resize_or_crop = v2.RandomChoice([resize, crop], p=[1 - random_crop, random_crop])
     return v2.Compose([v2.RandomHorizontalFlip(horizontal_flip), resize_or_crop, *added])
@@ -93,9 +96,14 @@ def _registered(name: str, file: UserFile | None) -> _Registered:
         return _Registered(name)
 
 
-def eval_transform(*, short_side: int, max_size: int, square: int | None = None) -> SampleTransform:
-    """Resize the shorter side to ``short_side`` pixels, the longer to at most ``max_size``, or both to ``square``."""
-    return RandomResize([short_side], max_size) if square is None else SquareResize(square)
+def eval_transform(
+    *, short_side: int, max_size: int, square: int | None = None, size_divisor: int = 1
+) -> SampleTransform:
+    """Resize the shorter side to ``short_side`` pixels, the longer to at most ``max_size``, or both to ``square``.
+
+    Without ``square`` the sides are rounded to multiples of ``size_divisor``.
+    """
+    return RandomResize([short_side], max_size, size_divisor) if square is None else SquareResize(square)
 
 
 def eval_sample(transform: SampleTransform, pixels: Tensor, index: int) -> tuple[Tensor, Target]:
@@ -107,32 +115,45 @@ def eval_sample(transform: SampleTransform, pixels: Tensor, index: int) -> tuple
     return resized.as_subclass(Tensor), Target(index, torch.empty(0, 4), labels, size, original_size)
 
 
-def resized_size(height: int, width: int, short_side: int, max_size: int | None = None) -> tuple[int, int]:
+def resized_size(
+    height: int, width: int, short_side: int, max_size: int | None = None, divisor: int = 1
+) -> tuple[int, int]:
     """Return (height, width) after resizing the shorter side to ``short_side``, with the aspect ratio kept.
 
     If the longer side would exceed ``max_size``, the shorter side is reduced and rounded to whole pixels. As in DETR,
     and unlike in torchvision, the longer side is then computed from that rounded number and rounded down, so it may
-    differ from ``max_size`` by a few pixels.
+    differ from ``max_size`` by a few pixels. Last, each side is rounded to a multiple of ``divisor``, see
+    :func:`rounded_side`, which changes the aspect ratio.
     """
     short, long = min(height, width), max(height, width)
     if max_size is not None and long / short * short_side > max_size:
         short_side = max(1, round(max_size * short / long))
     long_side = short_side * long // short
+    if divisor > 1:
+        short_side, long_side = (rounded_side(side, divisor, max_size) for side in (short_side, long_side))
     return (short_side, long_side) if height <= width else (long_side, short_side)
+
+
+def rounded_side(side: float, divisor: int, most: int | None = None) -> int:
+    """Return the multiple of ``divisor`` nearest to ``side``, at most ``most``, but at least ``divisor``."""
+    nearest = math.floor(side / divisor + 0.5) * divisor
+    limit = nearest if most is None else most // divisor * divisor
+    return max(divisor, min(nearest, limit))
 
 
 class RandomResize(v2.Transform):
     """Resize the shorter side to one of ``short_sides`` (see :func:`resized_size`), bilinear with antialiasing."""
 
-    def __init__(self, short_sides: Sequence[int], max_size: int | None = None) -> None:
+    def __init__(self, short_sides: Sequence[int], max_size: int | None = None, divisor: int = 1) -> None:
         super().__init__()
         self.short_sides = list(short_sides)
         self.max_size = max_size
+        self.divisor = divisor
 
     def make_params(self, flat_inputs: list[Any]) -> dict[str, Any]:
         height, width = v2.query_size(flat_inputs)
         short_side = self.short_sides[_uniform(0, len(self.short_sides) - 1)]
-        return {"size": list(resized_size(height, width, short_side, self.max_size))}
+        return {"size": list(resized_size(height, width, short_side, self.max_size, self.divisor))}
 
     def transform(self, inpt: Any, params: dict[str, Any]) -> Any:
         return functional.resize(inpt, params["size"], antialias=True)

@@ -45,7 +45,9 @@ class RtdetrOptions:
         points: sampling points per head, of all levels or of each; ``discrete``: read whole cells (RT-DETRv2).
         learned_content: learned content of the queries instead of the tokens' features.
         denoising: settings of the noised objects in training.
-        as_released: on maps that are not square, use the positions and the discrete sampling of the released code.
+        as_released: on maps that are not square, use the positions and the discrete sampling of the released code, and
+            count whole cells (see :class:`~detr_bf.transformer.FeatureTokens`).
+        strides: pixels per cell of the maps; None: count whole cells as well.
     """
 
     version: int = 1
@@ -58,6 +60,7 @@ class RtdetrOptions:
     learned_content: bool = False
     denoising: ContrastiveDenoising = DENOISING
     as_released: bool = False
+    strides: Sequence[int] | None = None
 
 
 def rtdetr(backbone: nn.Module, channels: Sequence[int], options: Options, **settings: Any) -> Detector:
@@ -85,7 +88,11 @@ def rtdetr(backbone: nn.Module, channels: Sequence[int], options: Options, **set
     layers = [_decoder_layer(options, own, levels) for _ in range(options.decoder_layers)]
     return Detector(
         backbone,
-        tokens=FeatureTokens([NormedConvolution(count, width) for count in channels], None),
+        tokens=FeatureTokens(
+            [NormedConvolution(count, width) for count in channels],
+            None,
+            strides=None if own.as_released else own.strides,
+        ),
         encoder=_hybrid_encoder(inner, own, [NormedConvolution(width, dim) for _ in channels]),
         decoder=Decoder(
             layers,

@@ -29,7 +29,7 @@ from torchvision.ops import box_convert
 from torchvision.transforms.v2 import functional as transforms
 
 from detr_bf.batchformer import BatchFormerV2
-from detr_bf.data.transforms import Sample, SampleTransform
+from detr_bf.data.transforms import RandomResize, Sample, SampleTransform, rounded_side
 from detr_bf.detectors import Detector
 from detr_bf.errors import InputError
 from detr_bf.evaluation import DEFAULT_THRESHOLD, ScoreThresholds
@@ -92,15 +92,19 @@ class Exported:
 
 
 class FitResize:
-    """Resize images to the largest size within (height, width) that keeps the aspect ratio."""
+    """Resize images to the largest size within (height, width) that keeps the aspect ratio.
 
-    def __init__(self, size: tuple[int, int]) -> None:
-        self.size = size
+    The sides are then rounded to multiples of ``divisor``, of which height and width are multiples too.
+    """
+
+    def __init__(self, size: tuple[int, int], divisor: int = 1) -> None:
+        self.size, self.divisor = size, divisor
 
     def __call__(self, sample: Sample) -> Sample:
         height, width = sample.image.shape[-2:]
         scale = min(self.size[0] / height, self.size[1] / width)
-        sides = [max(1, round(side * scale)) for side in (height, width)]  # at most the limits: one is met exactly
+        limits = zip((height, width), self.size, strict=True)
+        sides = [rounded_side(side * scale, self.divisor, limit) for side, limit in limits]
         return sample._replace(image=transforms.resize(sample.image, sides, antialias=True))
 
 
@@ -198,7 +202,8 @@ def fixed_transform(transform: SampleTransform, form: Form, square: int | None) 
     """Return the transform of the images of a file: the detector's own, or :class:`FitResize` for a fixed size.
 
     Raises:
-        InputError: the detector was trained with squares, and the size is another one.
+        InputError: the detector was trained with squares, and the size is another one; or its sides are no multiples
+            of the divisor of the detector's own.
     """
     if form.size is None:
         return transform
@@ -206,7 +211,19 @@ def fixed_transform(transform: SampleTransform, form: Form, square: int | None) 
         if form.size != (square, square):
             raise InputError(f"the detector was trained with squares: give the size {square}x{square}, or dynamic")
         return transform
-    return FitResize(form.size)
+    divisor = size_divisor(transform)
+    if any(side % divisor for side in form.size):
+        near = "x".join(str(max(divisor, side // divisor * divisor)) for side in form.size)
+        raise InputError(
+            f"size={form.size[0]}x{form.size[1]}: the detector resizes images to multiples of {divisor} pixels "
+            f"(data.transforms.size_divisor): give {near} for instance, or a dynamic size"
+        )
+    return FitResize(form.size, divisor)
+
+
+def size_divisor(transform: SampleTransform) -> int:
+    """Return the number of which the sides of resized images are multiples."""
+    return transform.divisor if isinstance(transform, RandomResize) else 1
 
 
 def export_graph(exported: Exported, form: Form, device: torch.device) -> ExportGraph:
@@ -238,11 +255,6 @@ def traced(
     Raises:
         InputError: a part of the detector has a fixed size.
     """
-    if form.size is None and any(type(module).__name__.endswith("Same") for module in graph.modules()):
-        raise InputError(
-            "the backbone pads by the size of its input (timm's Conv2dSame, as in tf_efficientnet networks): give "
-            "the size as HEIGHTxWIDTH"
-        )
     height, width = form.size or (short_side, short_side * 5 // 4)
     count = form.batch or 2
     images = torch.zeros(count, 3, height, width, dtype=torch.uint8, device=device)
@@ -371,6 +383,8 @@ def file_metadata(exported: Exported, form: Form, license: str | None) -> dict[s
         resize = {"rule": "square", "side": settings["square"]}
     else:
         resize = {"rule": "shorter_side", "side": settings["eval_short_side"], "longest": settings["max_size"]}
+    if settings["square"] is None:
+        resize["multiple_of"] = size_divisor(exported.transform)
     softmax = isinstance(exported.postprocess.classification, CrossEntropy)
     versions = {}
     for name in ("detr_bf", "torch", "onnx", "onnxscript", "onnxruntime", "openvino"):

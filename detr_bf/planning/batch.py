@@ -119,14 +119,14 @@ def worst_size(config: DetectionConfig, data: CocoDetection) -> tuple[int, int]:
     Without them they are the largest height and the largest width of the resized images.
     """
     transforms, augment = config.data.transforms, config.data.augment
-    height, width = largest_size(config.data)
+    height, width = largest_size(config.data, config.size_divisor)
     reshaped = transforms.random_crop or augment.iou_crop or augment.mosaic
     if transforms.square is None and (reshaped or None in data.sizes):
         return max(height, width), max(height, width)
     if transforms.square is not None:
         return height, width
     side = max([*transforms.short_sides, *config.data.batch_sides])
-    resized = [resized_size(*size, side, transforms.max_size) for size in data.sizes if size]
+    resized = [resized_size(*size, side, transforms.max_size, config.size_divisor) for size in data.sizes if size]
     return max(size[0] for size in resized), max(size[1] for size in resized)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from detr_bf.config import DetectionConfig
 from detr_bf.config.detection import DataConfig
+from detr_bf.data.transforms import rounded_side
 from detr_bf.errors import InputError
 from detr_bf.files import read_json
 from detr_bf.planning.trace import Work, trace
@@ -119,12 +120,13 @@ class Machine:
             raise InputError(f"train.precision=bf16, which {self.gpu.title} cannot do: use train.precision=fp16")
 
 
-def largest_size(data: DataConfig) -> tuple[int, int]:
-    """Return height and width of the largest landscape image in training."""
+def largest_size(data: DataConfig, divisor: int = 1) -> tuple[int, int]:
+    """Return height and width of the largest landscape image in training; sides are multiples of ``divisor``."""
     transforms = data.transforms
     if transforms.square is not None:
         return (max([transforms.square, *data.batch_sides]),) * 2
-    return min(max([*transforms.short_sides, *data.batch_sides]), transforms.max_size), transforms.max_size
+    short, long = max([*transforms.short_sides, *data.batch_sides]), transforms.max_size
+    return rounded_side(min(short, long), divisor, long), rounded_side(long, divisor, long)
 
 
 def usual_size(data: DataConfig) -> tuple[int, int]:

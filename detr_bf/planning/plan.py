@@ -141,7 +141,7 @@ def make_plan(config: DetectionConfig, machine: Machine, recipe: DetectionConfig
     found = trace_of(config, machine)
     memory = memory_of(config, machine, found)
     schedule = schedule_of(config, machine)
-    height, width = largest_size(config.data)
+    height, width = largest_size(config.data, config.size_divisor)
     mixed = memory.total + (1 + ALLOWANCE) * memory.activations * (width / height - 1)
     fits = memory.total <= machine.bytes
     return Plan(
@@ -161,7 +161,9 @@ def make_plan(config: DetectionConfig, machine: Machine, recipe: DetectionConfig
 
 def trace_of(config: DetectionConfig, machine: Machine) -> Trace:
     """Trace a step at the largest image size."""
-    return trace(config, machine.classes(config), largest_size(config.data), processes=machine.gpus)
+    return trace(
+        config, machine.classes(config), largest_size(config.data, config.size_divisor), processes=machine.gpus
+    )
 
 
 def memory_of(config: DetectionConfig, machine: Machine, found: Trace) -> Memory:

@@ -162,7 +162,7 @@ def _traffic(plan: Plan) -> Iterator[str]:
 
 def assumptions(plan: Plan, config: DetectionConfig, machine: Machine) -> Iterator[str]:
     """Yield all assumptions with their numbers and sources."""
-    height, width = largest_size(config.data)
+    height, width = largest_size(config.data, config.size_divisor)
     yield "GB are 2**30 bytes, as in GPU data sheets"
     yield (
         f"memory: the training forward pass of {config.train.batch_size} images of {height} x {width}, the largest of "

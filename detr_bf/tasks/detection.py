@@ -431,20 +431,17 @@ def _transformed_sizes(config: DetectionConfig, data: CocoDetection, split: str)
     if training and augment.iou_crop:  # their sides have shares of which one is up to twice the other
         named |= {(2 * height, width): f"a crop of {text}" for (height, width), text in list(named.items())}
         named |= {(height, 2 * width): f"a crop of {text}" for (height, width), text in list(named.items())}
-    sizes = {resized_size(*size, side, transforms.max_size): text for size, text in named.items()}
+    sizes = {resized_size(*size, side, transforms.max_size, config.size_divisor): text for size, text in named.items()}
     if training and transforms.random_crop and max(transforms.crop_short_sides) >= transforms.crop_min:
-        sizes.setdefault((side, side), "a square crop")
+        sizes.setdefault(resized_size(side, side, side, divisor=config.size_divisor), "a square crop")
     elif training and (augment.iou_crop or augment.mosaic):
-        sizes.setdefault((side, side), "a square crop or mosaic")
+        sizes.setdefault(resized_size(side, side, side, divisor=config.size_divisor), "a square crop or mosaic")
     return sizes
 
 
 def _num_tokens(config: DetectionConfig, size: tuple[int, int]) -> int:
     """Return the number of tokens of an image of that height and width, on all levels."""
-    strides = list(config.model.backbone.strides)
-    if not config.model.name.startswith("rtdetr"):
-        strides += [strides[-1] * 2 ** (level + 1) for level in range(config.model.extra_levels)]
-    return sum(math.prod(-(-side // stride) for side in size) for stride in strides)
+    return sum(math.prod(-(-side // stride) for side in size) for stride in config.model.strides)
 
 
 def build_evaluation(

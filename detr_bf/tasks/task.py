@@ -66,13 +66,13 @@ class Task(ABC, Generic[C]):
         """Return the problems of the data."""
 
     def check_settings(self) -> None:
-        """Build model, loss and optimizer without memory for the weights.
+        """Build model, loss, optimizer and transforms without memory for the weights.
 
         Settings that contradict each other are told in this way before any image is read. Warnings of the parts come
         when they are built for training.
 
         Raises:
-            InputError: there is no such model, loss or optimizer.
+            InputError: there is no such model, loss, optimizer or transform.
         """
         before = logging.root.manager.disable
         logging.disable(logging.WARNING)
@@ -81,6 +81,8 @@ class Task(ABC, Generic[C]):
                 model = self.build_model(2)
                 self.build_criterion(model, (1, 1))
             self.build_optimizer(model)
+            if isinstance(self.config, DetectionConfig):
+                build_train_transforms(self.config)
         finally:
             logging.disable(before)
 
@@ -98,18 +100,6 @@ class Task(ABC, Generic[C]):
             raise InputError(f"the data cannot be trained on\n{report}")
         logger.info("%s", report)
         return report.statistics
-
-    def check_settings(self) -> None:
-        """Build model and loss without memory for weights, before any data are read.
-
-        Raises:
-            InputError: the settings contradict each other, or name a part that does not exist.
-        """
-        with torch.device("meta"):
-            model = self.build_model(2)
-        self.build_criterion(model, (1, 1))
-        if isinstance(self.config, DetectionConfig):
-            build_train_transforms(self.config)
 
     def settings_text(self) -> str:
         """Return sentences about batch attention of a detector, with the file that set it; empty for other tasks."""

@@ -22,6 +22,8 @@ class FeatureTokens(nn.Module):
             first additional one reads the last map, and each further one the output of the one before.
         position: padding mask (B, h, w) -> (B, h * w, C); None: the tokens have no positions.
         level_embedding: add a learned vector (N, C) to the positions of each level, or None.
+        strides: pixels per cell of each level, to divide pixels of the images by those of the level; None: count whole
+            cells, as the authors' codes do, so that a cell that an image fills in part counts fully.
     """
 
     def __init__(
@@ -30,11 +32,13 @@ class FeatureTokens(nn.Module):
         position: nn.Module | None,
         *,
         level_embedding: nn.Parameter | None = None,
+        strides: Sequence[int] | None = None,
     ) -> None:
         super().__init__()
         self.projections = nn.ModuleList(projections)
         self.position = position
         self.level_embedding = level_embedding
+        self.strides = strides
 
     def forward(self, features: Sequence[FeatureMap], padding_mask: Tensor) -> TokenBatch:
         """Feature maps of images with ``padding_mask`` (B, H, W) -> tokens (B, S, C).
@@ -45,6 +49,8 @@ class FeatureTokens(nn.Module):
         """
         levels = list(self._levels(features, padding_mask))
         masks = [level.padding_mask for level in levels]
+        size = unpadded(padding_mask)
+        filled = [unpadded(mask) for mask in masks] if self.strides is None else [size / each for each in self.strides]
         extents = [tensor_on(mask.device, [mask.shape[2], mask.shape[1]]) for mask in masks]
         positions = {} if self.position is None else {"position": self._positions(self.position, masks)}
         return TokenBatch(
@@ -53,9 +59,9 @@ class FeatureTokens(nn.Module):
             | {
                 "padding_mask": torch.cat([mask.flatten(1) for mask in masks], dim=1),
                 "valid_ratios": torch.stack(
-                    [unpadded(mask) / extent for mask, extent in zip(masks, extents, strict=True)], dim=1
+                    [cells / extent for cells, extent in zip(filled, extents, strict=True)], dim=1
                 ),
-                "image_size": unpadded(padding_mask),
+                "image_size": size,
             },
             {"spatial_shapes": tuple((mask.shape[1], mask.shape[2]) for mask in masks)},
         )

@@ -15,6 +15,7 @@ from torchvision.ops import FrozenBatchNorm2d
 
 from detr_bf.backbones import build_backbone
 from detr_bf.backbones.frozen_norm import PassedNorm2d, PassedNormAct2d, fold_frozen_norms
+from detr_bf.backbones.same_padding import pad_at_the_end
 
 NAMES = [
     "resnet50",
@@ -39,6 +40,7 @@ def reference(name: str) -> nn.Module:
         more = {"zero_init_last": False} if "resne" in name else {}  # else the last norms of blocks give zeros
         network = timm.create_model(name.removeprefix("timm:"), features_only=True, out_indices=(2, 3), **more)
         network = freeze_batch_norm_2d(network)
+        pad_at_the_end(network)  # images() have sides that are no multiples of the strides
     for module in network.modules():
         if isinstance(module, FrozenBatchNorm2d | FrozenBatchNormAct2d):
             for buffer, low in ((module.weight, 0.5), (module.running_var, 0.5), (module.bias, -1.0)):

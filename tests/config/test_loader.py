@@ -283,6 +283,42 @@ def texts() -> list[str]:
     return ["".join(numbers.choices(parts, k=numbers.randint(1, 8))) for _ in range(300)]
 
 
+@pytest.mark.parametrize(
+    ("settings", "divisor"),
+    [
+        ([], 32),
+        (["model.backbone.strides=[16]", "model.backbone.dilation=true"], 16),
+        (["model.name=deformable_detr", "model.backbone.strides=[8,16,32]", "model.extra_levels=1"], 64),
+        (["model.name=detr", "model.extra_levels=1"], 32),  # detr does not read it
+        (["model.name=smca_multi_scale", "model.backbone.strides=[8,16,32]"], 64),
+        (["data.transforms.size_divisor=1"], 1),
+    ],
+)
+def test_sides_are_multiples_of_the_coarsest_stride(settings: list[str], divisor: int) -> None:
+    config = load_config(None, settings)
+    assert config.size_divisor == divisor
+    stored = config_to_dict(config)
+    assert config_from_dict(stored).size_divisor == divisor
+    del stored["data"]["transforms"]["size_divisor"]
+    assert config_from_dict(stored).size_divisor == 1, "saved before there was the setting"
+
+
+def test_squares_that_are_no_multiples_are_refused() -> None:
+    with pytest.raises(InputError, match=r"square: 100 is not a multiple of 32 .* give 96 or 128, or .*size_divisor=1"):
+        load_config(None, ["data.transforms.square=100"])
+    with pytest.raises(InputError, match="batch_sides: 96 is not a multiple of 64 "):
+        load_config(
+            None,
+            [
+                "model.name=deformable_detr",
+                "model.extra_levels=1",
+                "data.transforms.square=128",
+                "data.batch_sides=[128,96]",
+            ],
+        )
+    assert load_config(None, ["data.transforms.square=100", "data.transforms.size_divisor=1"]).size_divisor == 1
+
+
 @pytest.fixture
 def secret(monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("SECRET", "hunter2")

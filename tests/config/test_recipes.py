@@ -540,3 +540,11 @@ def test_the_decay_of_averaged_weights_rises_in_recipes_of_rtdetr_and_not_in_fin
     assert (average.enabled, average.decay, average.warmup_steps) == (True, 0.9999, 2000)
     average = load_config([CONFIGS / name, CONFIGS / "finetune.yaml"]).train.ema
     assert (average.enabled, average.decay, average.warmup_steps) == (True, 0.998, 0)
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if name.split("/")[0] not in TASKS])
+def test_published_recipes_of_detectors_round_no_side_and_fine_tuning_does(name: str) -> None:
+    if "coco" in load(name).data.train.images:
+        assert load(name).size_divisor == 1
+    tuned = load_config([CONFIGS / name, CONFIGS / "finetune.yaml"])
+    assert tuned.size_divisor == max(tuned.model.strides) >= 16

@@ -518,6 +518,7 @@ def test_sides_replace_short_sides_or_the_square(
     coco_folder: Callable[..., SimpleNamespace], square: str, expected: tuple[int, int]
 ) -> None:
     settings = ["data.batch_sides=[32,64]", f"data.transforms.square={square}", "data.transforms.random_crop=0"]
+    settings.append("data.transforms.size_divisor=1")
     data = build_train_data(config_of(coco_folder(), *settings))  # 64 x 48 pixels
     image, target = data[SampleKey(0, 0, side=64)]
     assert tuple(image.shape[-2:]) == expected == target.size

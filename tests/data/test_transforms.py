@@ -66,6 +66,37 @@ def test_resized_size(
     assert resized_size(height, width, short_side, max_size) == expected
 
 
+@pytest.mark.parametrize(
+    ("size", "short_side", "max_size", "divisor", "expected"),
+    [
+        ((92, 128), 92, 128, 16, (96, 128)),
+        ((128, 92), 92, 128, 16, (128, 96)),
+        ((480, 640), 800, 1333, 32, (800, 1056)),  # 1066 is nearer to 1056 than to 1088
+        ((480, 640), 800, 1333, 64, (832, 1088)),  # halves are rounded up
+        ((427, 1280), 800, 1333, 32, (448, 1312)),  # 1344 is nearer to 1333, but larger than max_size
+        ((1, 5000), 64, 100, 32, (32, 96)),
+        ((100, 100), 64, 20, 32, (32, 32)),  # at least one cell
+    ],
+)
+def test_resized_sides_are_multiples(
+    size: tuple[int, int], short_side: int, max_size: int, divisor: int, expected: tuple[int, int]
+) -> None:
+    assert resized_size(*size, short_side, max_size, divisor) == expected
+
+
+def test_images_of_training_and_evaluation_are_multiples_and_boxes_follow() -> None:
+    original = sample(70, 100, (10, 12, 45, 40), (55, 30, 95, 66))
+    transforms = [training(size_divisor=32), eval_transform(short_side=80, max_size=133, size_divisor=32)]
+    for seed in range(30):
+        torch.manual_seed(seed)
+        for transform in transforms:
+            image, boxes, labels, _ = transform(original)
+            assert all(side % 32 == 0 for side in image.shape[-2:])
+            for box, label in zip(boxes.as_subclass(Tensor), labels.tolist(), strict=True):
+                if (box[2:] - box[:2]).min() >= 6:  # slivers fade into black when resized
+                    assert (painted(image, label) - box).abs().max() <= 2.0
+
+
 def test_evaluation_resizes_image_and_boxes() -> None:
     image, boxes, labels, masks = eval_transform(short_side=80, max_size=133)(
         sample(48, 64, (8, 6, 40, 36), (50, 2, 60, 20))

@@ -342,6 +342,8 @@ def cases() -> Iterator[Case]:
     for schema, task in ((DetectionConfig, "detector"), (ClassifierConfig, "classifier"), (MaskedConfig, "masked")):
         yield from out_of_range(schema, task, known)
     yield Case("settings", "seed is negative", override("seed=-1"), says=("seed",))
+    says = ("data.transforms.square", "not a multiple of")
+    yield Case("settings", "squares that cut cells of the model", override("data.transforms.square=100"), says=says)
     yield Case(
         "settings", "warmup longer than the run", override("optimizer.warmup_steps=100000"), codes=(0,), writes=("run",)
     )

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
+import pytest
 import torch
 from torch import nn
 
 from detr_bf.layers import SinePosition
-from detr_bf.structures import FeatureMap
+from detr_bf.structures import FeatureMap, padding_mask, resize_mask
 from detr_bf.transformer import FeatureTokens
 
 DIM, SIZES, CHANNELS = 8, [(2, 3), (1, 2)], [5, 4]
@@ -51,6 +54,20 @@ def test_what_comes_with_the_tokens_of_a_padded_image() -> None:
     assert companions["image_size"].tolist() == [[24, 16], [18, 12]]
     expected = [[[1, 1], [1, 1]], [[2 / 3, 1], [1 / 2, 1]]]  # image, level, width and height
     torch.testing.assert_close(companions["valid_ratios"], torch.tensor(expected))
+
+
+@pytest.mark.parametrize("padded", [(92, 128), (96, 128), (128, 160)])
+def test_exact_fractions_do_not_depend_on_the_padding(padded: tuple[int, int]) -> None:
+    """A point of the image is the same point of each level in every batch, also where the image ends within a cell."""
+    strides = (8, 16, 32)
+    mask, maps = padding_mask([(92, 120)], padded), []
+    for stride in strides:
+        cells = [math.ceil(side / stride) for side in padded]
+        maps.append(FeatureMap(torch.zeros(1, 3, *cells), resize_mask(mask, cells)))
+    batch = FeatureTokens([nn.Conv2d(3, DIM, 1) for _ in strides], None, strides=strides)(maps, mask)
+    for level, (height, width) in enumerate(batch.static["spatial_shapes"]):
+        cells = batch.per_sample["valid_ratios"][0, level] * torch.tensor([width, height])
+        torch.testing.assert_close(cells * strides[level], torch.tensor([120.0, 92.0]))
 
 
 def test_further_levels_are_made_from_the_last_map() -> None:

@@ -38,6 +38,7 @@ class Training(NamedTuple):
     short_side: int  # pixels of the training images, the median
     max_size: int | None
     square: bool  # images become squares of short_side
+    divisor: int = 1  # of the sides of resized images
     drops: bool = False  # the learning rate falls at optimizer.drop_epochs
 
 
@@ -172,7 +173,7 @@ def _training_sizes(table: np.ndarray, training: Training) -> np.ndarray:
     scaled = [
         (training.short_side, training.short_side)
         if training.square
-        else resized_size(int(height), int(width), training.short_side, training.max_size)
+        else resized_size(int(height), int(width), training.short_side, training.max_size, training.divisor)
         for height, width in shapes
     ]
     factors = (np.array(scaled, dtype=np.float64).reshape(-1, 2) / shapes).prod(1)
