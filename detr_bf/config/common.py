@@ -7,7 +7,7 @@ message.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -248,6 +248,11 @@ class RunConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+
+    @staticmethod
+    def superseded(trees: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return earlier settings that these settings of a file, or of the command line, exclude, with no value."""
+        return {}
 
     def check_values(self, prefix: str) -> None:
         optimizer, epochs = self.optimizer, self.train.epochs

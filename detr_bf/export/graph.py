@@ -222,6 +222,11 @@ def export_graph(exported: Exported, form: Form, device: torch.device) -> Export
     return ExportGraph(model, exported.postprocess if form.postprocess else None).eval()
 
 
+def pads_by_size(model: nn.Module) -> bool:
+    """Return True if convolutions pad by the size of their input, as TensorFlow's; the size must be known then."""
+    return any(type(module).__name__.endswith("Same") for module in model.modules())
+
+
 def traced(
     graph: nn.Module,
     form: Form,
@@ -238,7 +243,7 @@ def traced(
     Raises:
         InputError: a part of the detector has a fixed size.
     """
-    if form.size is None and any(type(module).__name__.endswith("Same") for module in graph.modules()):
+    if form.size is None and pads_by_size(graph):
         raise InputError(
             "the backbone pads by the size of its input (timm's Conv2dSame, as in tf_efficientnet networks): give "
             "the size as HEIGHTxWIDTH"

@@ -16,7 +16,9 @@ import pytest
 import torch
 from torch import nn
 
+from detr_bf.cli import run_tool
 from detr_bf.commands import predict as command
+from detr_bf.commands.model_arguments import predict_arguments
 from detr_bf.data.video import read_frames
 from detr_bf.errors import InputError
 from detr_bf.prediction import FramePrediction
@@ -205,7 +207,7 @@ def test_predictions_of_frames(detector: Predictor, batch_size: int, tmp_path: P
 
 def run(detector: Predictor, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
     monkeypatch.setattr(command, "load_predictor", lambda checkpoint, device: detector)
-    return command.main(["--checkpoint", "run", *arguments])
+    return run_tool(lambda: command.main(predict_arguments(["run", *arguments])))
 
 
 def test_the_command_writes_a_line_for_each_frame(
