@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from detr_bf import distributed
 from detr_bf.errors import CommandError, InputError, Interrupted, TrainingError
 from detr_bf.progress import close_bars
 from detr_bf.text import safe_message
@@ -91,7 +90,9 @@ def _report(error: CommandError, message: str, code: int) -> int:
     same way: the others wait :data:`PATIENCE` seconds so that rank 0 prints first, because torchrun ends all processes
     as soon as one ends. A rank that is not ended by then has an error of its own and prints it.
     """
-    if distributed.local_rank() > 0:
+    if int(os.environ.get("LOCAL_RANK", "0")) > 0:
+        from detr_bf import distributed  # imports torch
+
         if error.on_all_ranks:
             return code
         if not distributed.is_initialized():

@@ -6,6 +6,7 @@ import http.client
 import logging
 import os
 import re
+import socket
 import time
 import urllib.error
 import urllib.parse
@@ -187,7 +188,8 @@ def _opened(url: str, part: Path) -> Iterator[_Answer]:
             f"the server answered {error.code} {printable(error.reason)}", final=error.code not in _TRANSIENT
         ) from error
     except (OSError, http.client.HTTPException, ValueError) as error:  # ValueError: not a URL
-        raise DownloadError(_reason(error)) from error
+        unknown_host = isinstance(getattr(error, "reason", None), socket.gaierror)  # no network, or a wrong address
+        raise DownloadError(_reason(error), final=unknown_host) from error
     with response:
         if response.headers.get_content_type() == "text/html":  # of a login, or of a proxy
             raise DownloadError("the server answered with a web page instead of the file", final=True)

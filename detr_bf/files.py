@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import errno
 import hashlib
+import io
 import json
 import os
 import pickle
@@ -15,16 +16,16 @@ import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
-
-import torch
-from safetensors.torch import load_file
-from torch import Tensor, nn
+from typing import TYPE_CHECKING, Any
 
 from detr_bf.errors import InputError
 from detr_bf.text import listed, printable
 
+if TYPE_CHECKING:  # torch is imported where it is used, because the command line reads its arguments without it
+    from torch import Tensor, nn
+
 _ZIP = b"PK\x03\x04"
+_SMALL_ARCHIVE, _MOST_COMPRESSED = 2**26, 20  # bytes, and times: an archive that expands to more is refused
 
 UNFINISHED = ".detr_bf-unfinished-"  # prefix of temporary files; only files with it are removed
 _STEM = 40  # characters of the file name in the temporary name, which is limited to 255 bytes
@@ -313,14 +314,18 @@ def read_torch(path: str | Path, *, own: bool = False) -> Any:
     Raises:
         InputError: the file is missing, damaged, or holds objects that could execute code when loaded.
     """
+    import torch
+
     path = readable_file(path)
     try:
         with path.open("rb") as file:
             is_zip = file.read(len(_ZIP)) == _ZIP
+        source: Any = path
         if is_zip or own:
             check_sums(path)
+            source = _as_torch_writes(path)
         with torch.serialization.safe_globals([argparse.Namespace]):
-            return torch.load(path, map_location="cpu", weights_only=True)
+            return torch.load(source, map_location="cpu", weights_only=True)
     except InputError:
         raise
     except pickle.UnpicklingError as error:
@@ -342,10 +347,10 @@ def check_sums(path: Path) -> None:
     path = readable_file(path)
     try:
         with zipfile.ZipFile(path) as parts:
-            listed = parts.infolist()
-            # torch treats entries with attributes as folders and never compresses; a zip bomb is compressed
-            changed = [part.filename for part in listed if part.external_attr or part.compress_type]
-            damaged = next(iter(changed), None) or parts.testzip()
+            size = sum(part.file_size for part in parts.infolist())
+            if size > max(_SMALL_ARCHIVE, _MOST_COMPRESSED * path.stat().st_size):
+                raise ValueError(f"its {path.stat().st_size:,} bytes expand to {size:,}")
+            damaged = parts.testzip()
     except Exception as error:  # a damaged file can raise almost anything
         raise InputError(f"{path} is truncated or damaged ({_reason(error)}): use another copy of it") from error
     if damaged is not None:
@@ -354,12 +359,31 @@ def check_sums(path: Path) -> None:
         )
 
 
+def _as_torch_writes(path: Path) -> Path | io.BytesIO:
+    """Return the path, or the content of an archive that another program has packed again in the form of torch.
+
+    torch never compresses, and takes entries with the attributes of files for folders.
+    """
+    with zipfile.ZipFile(path) as parts:
+        listed = [part for part in parts.infolist() if not part.is_dir() and not part.filename.startswith("__MACOSX/")]
+        if not any(part.external_attr or part.compress_type for part in listed):
+            return path
+        content = io.BytesIO()
+        with zipfile.ZipFile(content, "w", zipfile.ZIP_STORED) as stored:
+            for part in listed:
+                with stored.open(zipfile.ZipInfo(part.filename), "w", force_zip64=True) as target:
+                    target.write(parts.read(part))
+    return io.BytesIO(content.getvalue())
+
+
 def read_safetensors(path: str | Path) -> dict[str, Tensor]:
     """Return the tensors of a safetensors file on the CPU; the format has no checksums.
 
     Raises:
         InputError: the file is missing or damaged.
     """
+    from safetensors.torch import load_file
+
     path = readable_file(path)
     try:
         return load_file(path)
@@ -435,9 +459,11 @@ def check_weights(
 
 def _strange(name: Any, value: Any) -> str | None:
     """Return the reason why the value is not a weight, or None."""
+    import torch
+
     if not isinstance(name, str):
         return f"a name of type {type(name).__name__}"
-    if not isinstance(value, Tensor):
+    if not isinstance(value, torch.Tensor):
         return f"a value of type {type(value).__name__}"
     if value.is_meta or value.is_nested:
         return "without numbers" if value.is_meta else "nested"

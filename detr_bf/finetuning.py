@@ -10,15 +10,17 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Literal, overload
 
+from detr_bf.assembly.data import data_source
 from detr_bf.config import DetectionConfig, load_config, own_settings, packaged_configs
 from detr_bf.config.common import EMA_SPANS
 from detr_bf.config.detection import DataConfig
+from detr_bf.data.coco import read_annotations
 from detr_bf.data.formats import read_folder
 from detr_bf.errors import InputError
-from detr_bf.models import load, recipe_file
+from detr_bf.models import VAL_NAMES, load, recipe_file
 from detr_bf.predictor import Predictor
 from detr_bf.progress import setup_logging
-from detr_bf.run import dry_run_training, train
+from detr_bf.run import Outcome, dry_run_training, train
 from detr_bf.tasks import task_of
 from detr_bf.text import printable
 
@@ -36,7 +38,6 @@ SCRATCH_RATE = 4e-4
 MOST_RATE = 2e-3
 VAL_FRACTION = 0.2  # of a folder without validation split
 TRAIN_NAMES = ("train", "train2017", "training")
-VAL_NAMES = ("val", "valid", "validation", "val2017", "dev")
 _OTHER_NAMES = ("trainval", "test", "test2017", "testing")  # they, too, show that a folder has splits
 _PATH_SETTINGS = ("data.root=", "data.train.", "data.val.", "output_dir=")
 _SPLIT_SETTINGS = ("data.train.", "data.val.", "data.val_fraction", "data.fold")
@@ -105,6 +106,38 @@ def finetune(
     Raises:
         InputError: for anything that can be corrected, before the first step.
     """
+    config, outcome = fine_tuned(
+        data,
+        output=output,
+        model=model,
+        init_from=init_from,
+        augment=augment,
+        resume=resume,
+        overrides=overrides,
+        dry_run=dry_run,
+    )
+    if dry_run:
+        logger.info("%s", outcome)  # ranks other than 0 log errors only
+        return None
+    return load(config.output_dir, config.device)
+
+
+def fine_tuned(
+    data: str | Path,
+    *,
+    output: str | Path,
+    model: str,
+    init_from: str | Path | None,
+    augment: str | None,
+    resume: bool,
+    overrides: Sequence[str],
+    dry_run: bool,
+) -> tuple[DetectionConfig, Outcome | str | None]:
+    """Train or try as :func:`finetune` describes; return the config and the result (None on ranks other than 0).
+
+    Raises:
+        InputError: for anything that can be corrected, before the first step.
+    """
     if not str(output).strip():
         raise InputError("finetune needs the folder of the run: output='runs/mine'")
     if dry_run and resume:
@@ -126,10 +159,8 @@ def finetune(
     command += ["--auto-resume"] * resume + ["--dry-run"] * dry_run
     logger.info("same as: %s", printable(shlex.join(command), limit=2000))
     if dry_run:
-        logger.info("%s", dry_run_training(task_of(config)))  # ranks other than 0 log errors only
-        return None
-    train(task_of(config), resume_if_possible=resume)
-    return load(config.output_dir, config.device)
+        return config, dry_run_training(task_of(config))
+    return config, train(task_of(config), resume_if_possible=resume)
 
 
 def fine_tuning_files(model: str) -> tuple[list[Path], list[str]]:
@@ -165,7 +196,7 @@ def chosen_settings(files: Sequence[Path], given: Sequence[str], augment: str | 
         raise InputError(f"augment must be one of {', '.join(AUGMENTATION)}, or None; got {printable(repr(augment))}")
     names, chosen = {each.partition("=")[0].strip() for each in given}, list[str]()
     if not any(name.startswith(_SPLIT_SETTINGS) for name in names):
-        chosen += _split_settings(load_config(files, given, task="detection").data)
+        chosen += folder_splits(load_config(files, given, task="detection").data)
     config: DetectionConfig = load_config(files, [*given, *chosen], task="detection")
     train, images = config.train, _train_images(config)
     steps = max(1, math.ceil(images / (train.batch_size * train.accumulate)))
@@ -177,12 +208,16 @@ def chosen_settings(files: Sequence[Path], given: Sequence[str], augment: str | 
     return augment, chosen + [f"{name}={value}" for name, value in settings.items() if name not in names]
 
 
-def _split_settings(data: DataConfig) -> list[str]:
-    """Return the settings of the splits of a folder, or of a division of its images.
+def folder_splits(data: DataConfig) -> list[str]:
+    """Return the settings of the splits of the folder ``data.root``, or of a division of its images.
+
+    They replace the splits that a config has for the folder of its own. Without ``data.root`` there are none.
 
     Raises:
         InputError: the folder has splits, and it is not clear which one is for training.
     """
+    if not data.root:
+        return []
     folder = read_folder(Path(data.root), data.format)
     first = {name.split("/")[0] for name in folder.split_names} | set(folder.splits)
     known = {name.lower(): name for name in sorted(first)}
@@ -192,13 +227,18 @@ def _split_settings(data: DataConfig) -> list[str]:
             f"{printable(data.root)} has no split train; its splits: {folder.known_splits}. Give "
             "overrides=['data.train.split=NAME', 'data.val.split=NAME'] (or data.val_fraction=0.2 for the second)"
         )
-    settings = [f"data.train.split={json.dumps(train)}"] if train else []
-    return [*settings, f"data.val.split={json.dumps(val)}" if val else f"data.val_fraction={VAL_FRACTION}"]
+    chosen: dict[str, object] = {"data.train.split": train or None, "data.val.split": val or None}
+    chosen |= {"data.val_fraction": 0.0 if val else VAL_FRACTION, "data.folds": 0, "data.fold": 0}
+    before: dict[str, object] = {"data.train.split": data.train.split, "data.val.split": data.val.split}
+    before |= {"data.val_fraction": data.val_fraction, "data.folds": data.folds, "data.fold": data.fold}
+    return [f"{name}={json.dumps(value)}" for name, value in chosen.items() if value != before[name]]
 
 
 def _train_images(config: DetectionConfig) -> float:
     """Return the number of training images, about as many of a divided folder."""
     data = config.data
+    if not data.root:
+        return len(read_annotations(data_source(config, "train").annotations).images)
     images = len(read_folder(Path(data.root), data.format).split(data.train.split or "").images)
     return images * ((data.folds - 1) / data.folds if data.folds else 1 - data.val_fraction)
 

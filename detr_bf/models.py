@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import json
+import logging
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,7 +15,8 @@ from torch import Tensor
 
 from detr_bf.assembly import build_model
 from detr_bf.assembly.model import build_classification
-from detr_bf.config import DetectionConfig, config_from_dict, config_to_dict, load_config, packaged_configs
+from detr_bf.config import DetectionConfig, RunConfig, config_from_dict, config_to_dict, load_config, packaged_configs
+from detr_bf.data.formats import read_folder
 from detr_bf.detectors import Detector
 from detr_bf.engine import Checkpoint, checkpoint_of, load_checkpoint
 from detr_bf.errors import InputError
@@ -31,6 +35,11 @@ from detr_bf.transformers_folder import is_transformers_folder, read_transformer
 
 if TYPE_CHECKING:
     from detr_bf.classification.predictor import ClassifierPredictor
+
+
+logger = logging.getLogger(__name__)
+
+VAL_NAMES = ("val", "valid", "validation", "val2017", "dev")  # splits of folders that hold validation images
 
 
 def list_models(pattern: str = "*") -> list[str]:
@@ -129,20 +138,101 @@ def load_predictor(path: str | Path, device: str = "auto") -> Predictor | Classi
     given = hub_folder(str(path)) if is_hub_address(str(path)) else Path(path).expanduser()
     if given.suffix in FILE_SUFFIXES:
         return load_exported(given, device)
-    weights = None if is_file(given) or is_folder(given) else published(str(path))
-    if weights is not None:
-        source, checkpoint = _published_checkpoint(weights)
-    elif is_transformers_folder(given):
-        source, checkpoint = _transformers_checkpoint(given)
-    elif is_shared(given):
-        source, checkpoint = given / SHARED_WEIGHTS, load_shared(given)
-    else:
-        source = checkpoint_of(find_weights(given))
-        checkpoint = load_checkpoint(source)
+    source, checkpoint = _read_checkpoint(given)
     config = config_from_dict(checkpoint.config, source=f"the config in {source}")
     config.device = device
     predictor: Predictor | ClassifierPredictor = task_of(config).predictor(checkpoint, source)
     return predictor
+
+
+def evaluated_run(
+    path: str | Path, configs: Sequence[Path] = (), overrides: Sequence[str] = (), folder: str | Path | None = None
+) -> tuple[RunConfig, Path, Checkpoint | None]:
+    """Return what ``detr-bf evaluate`` needs: the config, the file, and its content unless the task reads it.
+
+    Args:
+        path: as of :func:`load`, but no exported file; with ``configs`` also a file of foreign weights.
+        configs: instead of the settings of the checkpoint.
+        overrides: settings that win over both.
+        folder: of another data set, whose images are evaluated.
+
+    Raises:
+        InputError: see :func:`load`; a setting is wrong; or the folder cannot be read.
+    """
+    given = hub_folder(str(path)) if is_hub_address(str(path)) else Path(path).expanduser()
+    if given.suffix in FILE_SUFFIXES:
+        raise InputError(
+            f"{printable(given)} is an exported file, which 'detr-bf export --evaluate 0' evaluates beside torch: give "
+            "the run that it was made from"
+        )
+    if folder is not None:
+        overrides = [f"data.root={json.dumps(str(folder), ensure_ascii=False)}", *overrides]
+    if configs:
+        own, checkpoint = load_config(configs, overrides), None
+        source = checkpoint_of(find_weights(given))
+    else:
+        try:
+            source, checkpoint = _read_checkpoint(given)
+        except InputError as error:
+            if not is_file(given):
+                raise
+            raise InputError(f"{error}. For foreign weights give a config after the file, such as detr_r50") from error
+        is_run = source == checkpoint_of(given)
+        output = source.parent if is_run else Path("runs") / f"evaluate-{re.sub('[^A-Za-z0-9._-]+', '_', str(path))}"
+        tree = {**checkpoint.config, "output_dir": str(output)}
+        own = config_from_dict(tree, overrides, source=f"the config in {source}")
+        checkpoint = None if is_run else checkpoint
+    if not source.is_file():
+        raise InputError(f"nothing to evaluate: {printable(source)} is no checkpoint; give a run folder that has one")
+    if splits := _evaluated_split(own, overrides, folder):
+        logger.info("images of another folder: %s", "  ".join(splits))
+        own = config_from_dict(config_to_dict(own), splits, source=f"the config in {source}")
+    return own, source, checkpoint
+
+
+def _evaluated_split(config: RunConfig, overrides: Sequence[str], folder: str | Path | None) -> list[str]:
+    """Return the settings of the validation images in another folder than that of the run.
+
+    Raises:
+        InputError: the config is not of a detector, or the folder cannot be read.
+    """
+    names = {override.partition("=")[0].strip() for override in overrides}
+    if not isinstance(config, DetectionConfig):
+        if folder is not None:
+            raise InputError(f"a folder beside RUN is for detectors, and this is task={config.task}: give data.val=DIR")
+        return []
+    data = config.data
+    chosen = any(name.startswith(("data.val", "data.fold")) for name in names)
+    if "data.root" not in names or not data.root or chosen:
+        return []
+    if folder is None and (data.folds or data.val_fraction):
+        return []  # data.root=DIR: the images of the run in another place, divided as in training
+    found = read_folder(Path(data.root), data.format)
+    known = [*found.split_names, *(name.split("/")[0] for name in found.split_names)]
+    split = next((name for name in (data.val.split, *VAL_NAMES) if name in known), ".")
+    return [
+        f"data.val.split={json.dumps(split)}",
+        *(["data.train.split=null"] if data.train.split else []),
+        *(["data.val_fraction=0"] if data.val_fraction else []),
+        *(["data.folds=0", "data.fold=0"] if data.folds else []),
+    ]
+
+
+def _read_checkpoint(given: Path) -> tuple[Path, Checkpoint]:
+    """Return the file and the content of a checkpoint, run folder, saved folder or published weights.
+
+    Raises:
+        InputError: see :func:`load`.
+    """
+    weights = None if is_file(given) or is_folder(given) else published(str(given))
+    if weights is not None:
+        return _published_checkpoint(weights)
+    if is_transformers_folder(given):
+        return _transformers_checkpoint(given)
+    if is_shared(given):
+        return given / SHARED_WEIGHTS, load_shared(given)
+    source = checkpoint_of(find_weights(given))
+    return source, load_checkpoint(source)
 
 
 def published_config(weights: PublishedWeights) -> DetectionConfig:

@@ -18,7 +18,6 @@ from weakref import WeakSet
 
 from tqdm.auto import tqdm
 
-from detr_bf import distributed
 from detr_bf.text import printable, safe_message
 
 SECONDS_IN_A_LOG = 30.0
@@ -44,6 +43,8 @@ class _Lines:
 
 def progress_bar(items: Iterable[Any] | None = None, **options: Any) -> tqdm:
     """Return a tqdm bar over ``items`` on standard error; ``options`` are those of tqdm."""
+    from detr_bf import distributed  # imports torch, which the command line reads its arguments without
+
     if options.get("desc") is not None:
         options["desc"] = printable(options["desc"])
     pace: dict[str, Any] = {}
@@ -91,6 +92,8 @@ class _FileHandler(logging.FileHandler):
 
 def setup_logging(log_file: Path | None = None) -> None:
     """Send the package's log to the screen and, when given, append it to ``log_file``."""
+    from detr_bf import distributed
+
     logger = logging.getLogger("detr_bf")
     logger.setLevel(logging.INFO if distributed.is_main() else logging.ERROR)
     logger.propagate = False

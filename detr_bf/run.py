@@ -142,11 +142,16 @@ def dry_run_training(task: Task[Any]) -> str | None:
         return "\n".join(filter(None, lines)) if distributed.is_main() else None
 
 
-def evaluate_only(task: Task[Any], source: Path) -> Outcome | None:
+def evaluate_only(task: Task[Any], source: Path, checkpoint: Checkpoint | None = None) -> Outcome | None:
     """Evaluate ``source``, a checkpoint of ours or foreign weights, with the model and validation data of the task.
 
     The results are written to ``output_dir``, or to ``output_dir/eval-NAME`` if ``output_dir`` holds a run or the
     evaluation of other weights or settings. Every rank calls this; ranks other than 0 get None.
+
+    Args:
+        task: with the config of the evaluation.
+        source: file of the weights.
+        checkpoint: content of ``source`` if it is a file of another form.
 
     Raises:
         InputError: the weights are another model's.
@@ -175,7 +180,7 @@ def evaluate_only(task: Task[Any], source: Path) -> Outcome | None:
 
             distributed.run_on_main(prepare)
             with distributed.raise_on_all_ranks():
-                model, classes = task.load_evaluated(source)
+                model, classes = task.load_evaluated(source, checkpoint)
                 evaluate = task.build_evaluation(classes, folder)
                 model.to(device_of(config))
                 keep_freed_memory(large=True)

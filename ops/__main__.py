@@ -25,16 +25,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m detr_bf.ops", description=__doc__)
     parser.add_argument("command", nargs="?", choices=("show", "build"), default="show", help="default %(default)s")
     parser.add_argument("--strict", action="store_true", help="build: warnings are errors, and so is a missing library")
+    parser.add_argument("--cuda", action="store_true", help="build: compile for CUDA without a GPU, too (FORCE_CUDA=1)")
     options = parser.parse_args()
-    return build_libraries(strict=options.strict) if options.command == "build" else show()
+    return build_libraries(strict=options.strict, cuda=options.cuda) if options.command == "build" else show()
 
 
-def build_libraries(*, strict: bool) -> int:
-    """Build into the installed package."""
-    results = build(strict=strict)
+def build_libraries(*, strict: bool, cuda: bool) -> int:
+    """Build into the installed package, and print each step."""
+    results = build(strict=strict, cuda=cuda, say=lambda text: print(text, flush=True))
     for name, result in results.items():
         print(f"{name}: {'not built: ' if isinstance(result, BuildError) else ''}{result}")
-    wanted = list(results) if strict else ["cpu"]
+    wanted = list(results) if strict or cuda else ["cpu"]
     return int(any(isinstance(results[name], BuildError) for name in wanted))
 
 

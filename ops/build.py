@@ -16,8 +16,9 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -110,18 +111,34 @@ def digest_of_sources() -> str:
     return digest.hexdigest()
 
 
-def build(folder: Path = FOLDER, *, strict: bool = False, extra: Sequence[str] = ()) -> dict[str, Path | BuildError]:
-    """Compile all libraries into ``folder``; return the path of each, or the error that prevented it.
+def has_gpu() -> bool:
+    """Return True if the driver of an NVIDIA GPU is loaded, also that of Windows in WSL."""
+    return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists()
 
-    ``strict`` turns warnings into errors; ``extra`` flags go to compiler and linker of the CPU library.
+
+def build(
+    folder: Path = FOLDER,
+    *,
+    strict: bool = False,
+    extra: Sequence[str] = (),
+    cuda: bool = False,
+    say: Callable[[str], None] = lambda text: None,
+) -> dict[str, Path | BuildError]:
+    """Compile the libraries into ``folder``, CPU first; return the path of each, or the error that prevented it.
+
+    Args:
+        folder: of the libraries.
+        strict: warnings are errors, and the CUDA library is compiled without a GPU, too.
+        extra: flags for compiler and linker of the CPU library.
+        cuda: compile the CUDA library without a GPU, too; ``FORCE_CUDA=1`` in the environment does the same.
+        say: called with a line before and after each step.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with ThreadPoolExecutor() as pool:  # in parallel: nvcc is slow
-        pending = {
-            "cuda": pool.submit(_or_error, build_cuda, folder / "cuda.so", strict),
-            "cpu": pool.submit(_or_error, build_cpu, folder / "cpu.so", strict, extra),
-        }
-    results = {name: pending[name].result() for name in ("cpu", "cuda")}
+    wanted = cuda or strict or os.environ.get("FORCE_CUDA") == "1" or has_gpu()
+    results = {
+        "cpu": _or_error(build_cpu, folder / "cpu.so", strict, extra, say),
+        "cuda": _or_error(build_cuda, folder / "cuda.so", strict, wanted, say),
+    }
     (folder / RECORD).unlink(missing_ok=True)
     if isinstance(results["cpu"], Path):  # without it the other is useless; without the record make tries again
         record = {"sources": digest_of_sources(), "torch": find_torch().version, "compiler": find_compiler()}
@@ -141,7 +158,7 @@ def _or_error(make: Callable[..., None], result: Path, *arguments: Any) -> Path 
     return result
 
 
-def build_cpu(result: Path, strict: bool, extra: Sequence[str]) -> None:
+def build_cpu(result: Path, strict: bool, extra: Sequence[str], say: Callable[[str], None]) -> None:
     """Compile and link the CPU library.
 
     Raises:
@@ -157,19 +174,21 @@ def build_cpu(result: Path, strict: bool, extra: Sequence[str]) -> None:
         if x86 or source.stem not in X86_FLAGS
     ]
     link = [compiler, "-shared", *extra]
-    _compile_and_link(commands, link, [f"-L{torch.folder / 'lib'}", "-ltorch_cpu"], result)
+    _compile_and_link(commands, link, [f"-L{torch.folder / 'lib'}", "-ltorch_cpu"], result, say)
 
 
-def build_cuda(result: Path, strict: bool) -> None:
+def build_cuda(result: Path, strict: bool, wanted: bool, say: Callable[[str], None]) -> None:
     """Compile and link the CUDA library; no GPU is needed.
 
     Raises:
-        BuildError: torch with CUDA, nvcc or CUDA's headers are missing, or nvcc failed.
+        BuildError: torch with CUDA, nvcc or CUDA's headers are missing, it is not wanted, or nvcc failed.
     """
     torch = find_torch()
     if torch.cuda is None:
         raise BuildError(f"torch {torch.version} is built without CUDA")
     nvcc, home = find_cuda()
+    if not wanted:
+        raise BuildError("there is no NVIDIA GPU here; to compile it nevertheless: python -m detr_bf.ops build --cuda")
     codes = [f"-gencode=arch=compute_{number},code=sm_{number}" for number in CUDA_ARCHITECTURES]
     codes.append(f"-gencode=arch=compute_{CUDA_ARCHITECTURES[-1]},code=compute_{CUDA_ARCHITECTURES[-1]}")
     host = ["-fPIC", *WARNINGS, *(["-Werror"] if strict else [])]
@@ -180,17 +199,26 @@ def build_cuda(result: Path, strict: bool) -> None:
     ]
     # --no-as-needed: the library uses no symbol of libtorch_cuda that the linker can see.
     libraries = [f"-L{torch.folder / 'lib'}", "-Xlinker=--no-as-needed", "-ltorch_cuda", "-ltorch_cpu"]
-    _compile_and_link(commands, [nvcc, "-shared", "--cudart", "static"], libraries, result)
+    _compile_and_link(commands, [nvcc, "-shared", "--cudart", "static"], libraries, result, say)
 
 
 def _compile_and_link(
-    commands: Iterable[list[str]], link: Sequence[str], libraries: Sequence[str], result: Path
+    commands: Sequence[list[str]],
+    link: Sequence[str],
+    libraries: Sequence[str],
+    result: Path,
+    say: Callable[[str], None],
 ) -> None:
     """Compile in parallel, link, and replace the library atomically: a running program keeps the old one."""
+    start, workers = time.monotonic(), os.cpu_count() or 1
+    say(f"{result.stem}: compiling {len(commands)} files with {link[0]}, up to {workers} at a time; this takes minutes")
     with tempfile.TemporaryDirectory(dir=result.parent) as scratch:
         objects = {str(Path(scratch, f"{number}.o")): command for number, command in enumerate(commands)}
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            list(pool.map(lambda item: _run([*item[1], item[0]]), objects.items()))
+        with ThreadPoolExecutor(workers) as pool:
+            running = {pool.submit(_run, [*command, name]): Path(command[-2]).name for name, command in objects.items()}
+            for number, done in enumerate(as_completed(running), 1):
+                done.result()
+                say(f"{result.stem}: {number} of {len(commands)}, {running[done]}, {time.monotonic() - start:.0f} s")
         linked = Path(scratch, result.name)
         _run([*link, *objects, *libraries, "-o", str(linked)])
         linked.replace(result)

@@ -111,14 +111,14 @@ ALLOWED: dict[str, set[str]] = {
     | {"devices", "published", "malloc"},
     "analysis": GROUND | MODEL | WORK | {"plugins", "classification", "config", "engine", "assembly", "tasks"},
     "comparison": GROUND | {"config", "data", "evaluation", "report", "engine", "tasks"},
-    "models": {"errors", "text", "config", "detectors", "engine", "assembly", "predictor", "sharing", "tasks"}
+    "models": {"errors", "text", "config", "data", "detectors", "engine", "assembly", "predictor", "sharing", "tasks"}
     | {"classification", "files", "hub", "interop", "published", "transformers_folder", "export", "exported_predictor"},
-    "finetuning": {"errors", "text", "config", "data", "models", "predictor", "progress", "run", "tasks"},
+    "finetuning": {"errors", "text", "config", "data", "assembly", "models", "predictor", "progress", "run", "tasks"},
     "commands": GROUND
     | WORK
     | {"cli", "plugins", "classification", "config", "engine", "interop", "assembly", "conversion", "predictor"}
     | {"prediction", "tasks", "replay", "run", "planning", "analysis", "comparison", "models", "tiling"}
-    | {"finetuning", "published", "serving", "export", "exported_predictor", "timing"},
+    | {"finetuning", "hub", "published", "serving", "export", "exported_predictor", "timing"},
     "__init__": {
         "models",
         "predictor",

@@ -16,7 +16,7 @@ from torch import nn
 from detr_bf.assembly import build_model, training
 from detr_bf.assembly.data import build_train_data
 from detr_bf.assembly.training import precision_of
-from detr_bf.commands.train import main as train_command
+from detr_bf.commands import command_main
 from detr_bf.config import DetectionConfig, load_config
 from detr_bf.engine import load_checkpoint
 from detr_bf.errors import InputError
@@ -181,12 +181,12 @@ def test_a_run_stores_what_it_chose_and_resumes_with_it(
     (tmp_path / "run.yaml").write_text(json.dumps({"output_dir": str(tmp_path / "run")}))
     command = [str(tmp_path / "run.yaml"), *TINY, *data, "train.auto_batch=true", "train.batch_size=2", "device=cpu"]
     command += ["data.workers=0", "eval.pictures=0", "data.check=false"]
-    assert train_command([*command, "train.epochs=1"]) == 0
+    assert command_main("train")([*command, "train.epochs=1"]) == 0
     stored = load_checkpoint(tmp_path / "run" / "last.pt").config["train"]
     assert (stored["batch_size"], stored["accumulate"]) == (1, 2)
     monkeypatch.delattr(planning_batch, "fit_batch")  # a resumed run chooses nothing
     capfd.readouterr()
-    assert train_command([*command, "train.epochs=2", "--resume"]) == 0
+    assert command_main("train")([*command, "train.epochs=2", "--resume"]) == 0
     log = capfd.readouterr().err
     assert "train.epochs: 1 -> 2" in log
     assert "batch_size" not in log

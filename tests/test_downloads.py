@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import multiprocessing
 import random
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -127,6 +128,16 @@ def test_without_a_network_the_error_says_what_to_do(server: WebServer, tmp_path
         download_file("http://127.0.0.1:9/w.pth", tmp_path / "w.pth", advice=" Put it here")
     with pytest.raises(InputError, match="could not be downloaded"):
         download_file("no-url", tmp_path / "w.pth")
+
+
+def test_an_unknown_host_is_not_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(*_: object) -> None:
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    monkeypatch.setattr(downloads.time, "sleep", lambda seconds: pytest.fail("another attempt"))
+    with pytest.raises(InputError, match="could not be downloaded: Name or service not known"):
+        download_file("http://example.org/w.pth", tmp_path / "w.pth")
 
 
 def test_a_redirect_to_an_unencrypted_address_is_refused() -> None:

@@ -10,6 +10,7 @@ import pickle
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,6 +27,8 @@ import detr_bf
 from detr_bf import export
 from detr_bf.assembly.data import build_eval_transform
 from detr_bf.assembly.model import build_panoptic_postprocess, build_postprocess
+from detr_bf.cli import run_tool
+from detr_bf.commands.model_arguments import export_arguments
 from detr_bf.config import config_to_dict, load_config
 from detr_bf.data.images import MAX_PIXELS
 from detr_bf.detectors import MaskHead
@@ -41,6 +44,13 @@ from tests.detectors.tiny import CHANNELS, DETECTORS, DIM, FOCAL, QUERIES, batch
 from tests.docs.test_pages import ROOT
 
 command: ModuleType = importlib.import_module("detr_bf.commands.export")
+
+
+def export_command(arguments: Sequence[str]) -> int:
+    """Run the command with a stub of load, for which RUN need not exist."""
+    return run_tool(lambda: command.main(export_arguments(arguments)))
+
+
 CLASSES = ClassMap((7, 3, 9), ("cat", "dog", "猫"))
 FAST = (
     "detr",
@@ -280,16 +290,16 @@ def test_a_difference_beyond_the_tolerance_is_exit_code_1(
     reuse(detr[1], monkeypatch)
     monkeypatch.setattr(command, "load", lambda *_: detr[0])
     output = tmp_path / "it.onnx"
-    assert command.main(["run", "--output", str(output)]) == 0
+    assert export_command(["run", "--output", str(output)]) == 0
     printed = capsys.readouterr().out
     assert "synthetic images" in printed
     assert "tolerance" in printed
-    assert command.main(["run", "--output", str(output)]) == 2
+    assert export_command(["run", "--output", str(output)]) == 2
     assert "exists: give another name" in capsys.readouterr().err
     output.unlink()
     monkeypatch.setitem(parity.TOLERANCES, "boxes", 0.0)
     monkeypatch.setattr(parity, "_difference", lambda *_: 0.5)
-    assert command.main(["run", "--output", str(output)]) == 1
+    assert export_command(["run", "--output", str(output)]) == 1
     assert "differ by more than the tolerance in boxes, logits" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(ParityError, match="was not written"):
@@ -314,7 +324,7 @@ def test_bad_arguments(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(command, "load", lambda *_: predictor())
-    assert command.main(["run", "--output", "it.onnx", *arguments]) == 2
+    assert export_command(["run", "--output", "it.onnx", *arguments]) == 2
     assert message in capsys.readouterr().err
 
 
@@ -328,6 +338,14 @@ def test_what_cannot_be_exported(tmp_path: Path) -> None:
         squares.export(tmp_path / "it.onnx", size=(64, 96))
     with pytest.raises(InputError, match=r"multiples of 32 pixels.*give 64x96 for"):
         predictor().export(tmp_path / "it.onnx", size=(92, 104))
+
+
+def test_a_backbone_that_needs_a_size_gets_that_of_the_squares(tmp_path: Path) -> None:
+    squares = predictor("detr", "data.transforms.square=64")
+    squares.model.add_module("padded", type("Conv2dSame", (torch.nn.Identity,), {})())
+    squares.export(tmp_path / "it.onnx")
+    found: Any = detr_bf.load(tmp_path / "it.onnx").model
+    assert found.form.size == (64, 64)
 
 
 @pytest.fixture(scope="module")
@@ -385,7 +403,7 @@ def check_score(
 ) -> list[str]:
     """Export with the command, compare what it stores and prints, and return the printed lines."""
     options = {"float32": [], "float16": ["--half"], "int8": ["--int8", str(images)]}[precision]
-    assert command.main(["run", "--output", str(output), "--evaluate", "3", *options]) == 0
+    assert export_command(["run", "--output", str(output), "--evaluate", "3", *options]) == 0
     values, printed = detr_bf.load(output).model.metadata, capsys.readouterr().out  # type: ignore[attr-defined]
     assert values["precision"] == precision
     assert set(values) >= set(stored(before)) | {"ap"}  # nothing is lost
@@ -444,7 +462,7 @@ def test_a_score_that_cannot_be_computed_does_not_stop_the_export(
     output = tmp_path / "it.onnx"
     (run_command / "val.json").rename(tmp_path / "val.json")
     try:
-        assert command.main(["run", "--output", str(output), "--evaluate", "1"]) == 0
+        assert export_command(["run", "--output", str(output), "--evaluate", "1"]) == 0
     finally:
         (tmp_path / "val.json").rename(run_command / "val.json")
     [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("AP is not compared: ")]
@@ -486,7 +504,7 @@ def test_bad_arguments_of_precision(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert command.main(["run", "--output", "it.onnx", *arguments]) == 2
+    assert export_command(["run", "--output", "it.onnx", *arguments]) == 2
     assert message in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 

@@ -176,15 +176,29 @@ def test_files_before_checksums_are_read(tmp_path: Path) -> None:
     assert torch.equal(read_torch(tmp_path / "a.pt")["a"], torch.arange(3))
 
 
-def test_a_compressed_archive_is_refused_before_it_is_unpacked(tmp_path: Path) -> None:
+def test_an_archive_that_was_packed_again_is_read(tmp_path: Path) -> None:
+    """Other programs compress the parts, and write the permissions of files, folders and folders of macOS."""
     saved(tmp_path / "a.pt")
+    before = read_torch(tmp_path / "a.pt")
     with (
         zipfile.ZipFile(tmp_path / "a.pt") as old,
         zipfile.ZipFile(tmp_path / "b.pt", "w", zipfile.ZIP_DEFLATED) as new,
     ):
         for part in old.infolist():
-            new.writestr(part.filename, old.read(part))
-    with pytest.raises(InputError, match=r"b\.pt is damaged"):
+            info = zipfile.ZipInfo(part.filename)
+            info.external_attr, info.compress_type = 0o644 << 16, zipfile.ZIP_DEFLATED
+            new.writestr(info, old.read(part))
+        new.writestr("archive/data/", "")
+        new.writestr("__MACOSX/archive/._data.pkl", "x")
+    found = read_torch(tmp_path / "b.pt", own=True)
+    assert found.keys() == before.keys()
+    assert torch.equal(found["a"], before["a"])
+
+
+def test_an_archive_that_would_fill_the_memory_is_refused(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "b.pt", "w", zipfile.ZIP_DEFLATED) as new:
+        new.writestr("archive/data.pkl", bytes(2**26 + 1))
+    with pytest.raises(InputError, match=r"b\.pt is truncated or damaged \(its .* bytes expand to 67,108,865"):
         read_torch(tmp_path / "b.pt")
 
 

@@ -13,13 +13,20 @@ import torch
 
 import detr_bf
 from detr_bf import finetuning
-from detr_bf.commands.train import main as train_command
+from detr_bf.commands import command_main
 from detr_bf.comparison.experiment import flat_settings, read_experiment
 from detr_bf.config import DetectionConfig, load_config, packaged_configs, packaged_experiments
 from detr_bf.data.formats import read_folder
 from detr_bf.engine import load_checkpoint
 from detr_bf.errors import InputError
-from detr_bf.finetuning import MOST_EPOCHS, RUN_STEPS, _by_steps, _split_settings, chosen_settings
+from detr_bf.finetuning import (
+    MOST_EPOCHS,
+    RUN_STEPS,
+    _by_steps,
+    chosen_settings,
+    fine_tuning_files,
+    folder_splits,
+)
 from detr_bf.models import recipe_file
 from tests.data.formats.test_coco_and_csv import CORNERS, table, write
 
@@ -65,7 +72,7 @@ def test_it_is_the_command_that_it_logs(
     (logged,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("same as: ")]
     program, command, *arguments = shlex.split(logged.removeprefix("same as: "))
     assert (program, command) == ("detr-bf", "train")
-    assert train_command([*arguments, f"output_dir={tmp_path / 'again'}"]) == 0
+    assert command_main("train")([*arguments, f"output_dir={tmp_path / 'again'}"]) == 0
     first, second = (load_checkpoint(tmp_path / name / "last.pt").model for name in ("run", "again"))
     assert all(torch.equal(value, second[name]) for name, value in first.items())
 
@@ -88,7 +95,7 @@ def config_of(root: Path, *settings: str) -> DetectionConfig:
 
 def test_length_follows_the_folder(tmp_path: Path) -> None:
     single = table(tmp_path / "single", CORNERS)
-    assert _split_settings(config_of(single).data) == ["data.val_fraction=0.2"]
+    assert folder_splits(config_of(single).data) == ["data.val_fraction=0.2"]
     assert chosen_for(single, "data.val_fraction=0.2")["train.epochs"] == MOST_EPOCHS
     rows = ["file,class,x,y,w,h", *(f"{number}.jpg,dog,1,2,3,4" for number in range(1000))]
     for number in range(1000):
@@ -169,7 +176,7 @@ def test_a_dry_run_does_everything_up_to_the_first_step(
     logged = capsys.readouterr().err
     assert f"a run would be written to {tmp_path / 'run'}" in logged
     [line] = [line for line in logged.splitlines() if line.startswith("same as: ")]
-    assert train_command(shlex.split(line.removeprefix("same as: detr-bf train "))) == 0
+    assert command_main("train")(shlex.split(line.removeprefix("same as: detr-bf train "))) == 0
     assert not (tmp_path / "run").exists()
     with pytest.raises(InputError, match="exclude each other"):
         detr_bf.finetune(photos, model=tiny, output=tmp_path / "run", overrides=SMALL, dry_run=True, resume=True)
@@ -210,10 +217,10 @@ def test_splits_follow_the_folder(tmp_path: Path, names: tuple[str, ...], expect
     for name in names:
         table(tmp_path / "data" / name, CORNERS)
     if expected is not None:
-        assert _split_settings(config_of(tmp_path / "data").data) == expected
+        assert folder_splits(config_of(tmp_path / "data").data) == expected
         return
     with pytest.raises(InputError, match=r"has no split train; its splits: .*data.train.split=NAME"):
-        _split_settings(config_of(tmp_path / "data").data)
+        folder_splits(config_of(tmp_path / "data").data)
 
 
 def test_settings_of_the_user_replace_those_chosen(photos: Path, tiny: str, tmp_path: Path) -> None:
@@ -297,3 +304,29 @@ def test_the_experiment_has_the_settings_that_finetune_chooses(
         assert {key for key in found if found[key] != settings[key]} <= {f"data.transforms.{key}" for key in unused}, (
             arm
         )
+
+
+def test_images_of_coco_files_are_counted_without_a_folder(
+    coco_folder: Factory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not those of the current folder."""
+    data = coco_folder(num_images=7, name="elsewhere")
+    monkeypatch.chdir(coco_folder(num_images=3, name="here").images)
+    settings = [
+        f"data.{split}.{key}={getattr(data, key)}" for split in ("train", "val") for key in ("images", "annotations")
+    ]
+    files, _ = fine_tuning_files("detr_r50")
+    _, chosen = chosen_settings(files, ["data.root=''", *settings])
+    assert f"train.epochs={MOST_EPOCHS}" in chosen
+    assert not [each for each in chosen if each.startswith("data.")]
+    config = load_config(files, ["data.root=''", *settings, *chosen])
+    assert finetuning._train_images(config) == 7
+
+
+def test_the_splits_of_a_recipe_are_not_those_of_the_folder(photos: Path) -> None:
+    files, own = fine_tuning_files("bccd")
+    given = [f"data.root={photos}", *own]
+    _, chosen = chosen_settings(files, given)
+    assert "data.train.split=null" in chosen or 'data.train.split="train"' in chosen
+    data = load_config(files, [*given, *chosen]).data
+    assert data.val_fraction or data.val.split

@@ -92,9 +92,9 @@ def test_commands(run: Callable[[Sequence[str]], str], site: Path, tmp_path: Pat
     small += ["data.train.split=train", "output_dir=runs/mine"]
     assert "0 errors" in run([*program, "check", "--config", "tiny.yaml", *small])
     run([*program, "train", "tiny.yaml", "finetune", *small])
-    assert "AP 0." in run([*program, "evaluate", "tiny.yaml", "finetune", *small])
+    assert "AP 0." in run([*program, "evaluate", "runs/mine"])
     for form in ("coco", "csv", "jsonl", "yolo", "json"):
-        command = ["predict", "--checkpoint", "runs/mine", "--output", form, "--format", form, "--threshold", "0"]
+        command = ["predict", "runs/mine", "--output", form, "--format", form, "--threshold", "0"]
         run([*program, *command, "photos/valid/*.png"])
     assert (tmp_path / "json" / "0000_0101.png").is_file()
     assert "deformable_detr_r50" in run([*program, "recipes"])

@@ -101,7 +101,7 @@ def test_convert_and_predict_by_name(tiny: Path, tmp_path: Path, capsys: pytest.
     from detr_bf.report import save_picture
 
     save_picture(tmp_path / "photo.png", IMAGE)
-    arguments = ["--checkpoint", "tiny_detr", "--output", "out", "--device", "cpu", "--threshold", "0", "photo.png"]
+    arguments = ["tiny_detr", "--output", "out", "--device", "cpu", "--threshold", "0", "photo.png"]
     assert main(["predict", *arguments]) == 0
     assert len(json.loads((tmp_path / "out/predictions.json").read_text())[0]["objects"]) == 6
 

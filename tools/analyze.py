@@ -2,7 +2,9 @@
 
 import sys
 
-from detr_bf.commands.analyze import main
+from detr_bf.commands import command_main
+
+main = command_main("analyze")
 
 if __name__ == "__main__":
     sys.exit(main())

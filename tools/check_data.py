@@ -2,7 +2,9 @@
 
 import sys
 
-from detr_bf.commands.train import check as main
+from detr_bf.commands import command_main
+
+main = command_main("check")
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -2,7 +2,9 @@
 
 import sys
 
-from detr_bf.commands.convert_data import main
+from detr_bf.commands import command_main
+
+main = command_main("convert-data")
 
 if __name__ == "__main__":
     sys.exit(main())

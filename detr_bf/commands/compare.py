@@ -1,21 +1,14 @@
-"""Compare training settings over seeds, folds and images.
-
-detr-bf compare run FILE [key=value ...]    train every cell of an experiment file, then report
-detr-bf compare report DIR                  report on the finished cells of an experiment, without training
-detr-bf compare RUN RUN ...                 compare existing run folders; the settings of the first are the baseline
-"""
+"""Compare training settings over seeds, folds and images."""
 
 from __future__ import annotations
 
 import argparse
 import logging
 import os
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from detr_bf.cli import run_tool
+from detr_bf.commands.arguments import folder_of_run
 from detr_bf.comparison.experiment import read_experiment
 from detr_bf.comparison.records import ExperimentFolder, collect, collect_runs
 from detr_bf.comparison.runner import (
@@ -36,64 +29,9 @@ from detr_bf.text import counted, listed, printable, safe_message
 logger = logging.getLogger(__name__)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run an experiment, report on one, or compare runs, and return the exit code."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    if given[:1] == ["run"]:
-        options = _run_parser().parse_intermixed_args(given[1:])
-        return run_tool(lambda: _run(options))
-    if given[:1] == ["report"]:
-        options = _report_parser().parse_args(given[1:])
-        return run_tool(lambda: _report(options))
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="'detr-bf compare run --help' and 'detr-bf compare report --help' say more. A run folder of the name "
-        "run or report is given as ./run.",
-    )
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a finished run")
-    _add_report_arguments(parser, "folder of the result, default ./comparison")
-    options = parser.parse_args(given)
-    return run_tool(lambda: _compare(options))
-
-
-def _run_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=f"{Path(sys.argv[0]).name} run",
-        description="Train every cell of an experiment file, then report. The same command goes on where it was "
-        "stopped or killed; finished cells are not trained again.",
-    )
-    parser.add_argument("file", metavar="FILE", help="experiment file, or the name of a packaged one")
-    parser.add_argument("settings", nargs="*", metavar="key=value", help="settings of all cells, which win over others")
-    parser.add_argument(
-        "--output", type=Path, metavar="DIR", help="folder of the experiment, default runs/compare/NAME"
-    )
-    parser.add_argument("--jobs", type=int, metavar="N", help="cells to train at a time, default as in the file, or 1")
-    parser.add_argument("--threads", type=int, default=1, metavar="N", help="threads of each cell, default %(default)s")
-    parser.add_argument("--quick", action="store_true", help="try the file out: 4 steps of every arm, in DIR-quick")
-    parser.add_argument("--discard-weights", action="store_true", help="remove the checkpoints of finished cells")
-    parser.add_argument("--print", action="store_true", help="only print the commands of the unfinished cells")
-    parser.add_argument(
-        "--slurm", type=Path, metavar="FILE", help="only write a SLURM job array of the unfinished cells"
-    )
-    return parser
-
-
-def _report_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=f"{Path(sys.argv[0]).name} report",
-        description="Report on the finished cells of an experiment, without training. The folder needs only cells/, "
-        "the records of its cells; those of finished runs are written if they are missing.",
-    )
-    parser.add_argument("folder", type=Path, metavar="DIR", help="folder of an experiment")
-    _add_report_arguments(parser, "folder of the result, default DIR")
-    return parser
-
-
-def _add_report_arguments(parser: argparse.ArgumentParser, output: str) -> None:
-    parser.add_argument("--output", type=Path, metavar="DIR", help=output)
-    parser.add_argument("--baseline", metavar="ARM", help="arm that the others are compared with")
-    parser.add_argument("--primary", metavar="METRIC", help="metric of the verdict, such as AP50")
+def main(options: argparse.Namespace) -> int:
+    """Run an experiment, report on one, or compare runs."""
+    return {"run": _run, "report": _report, "compare": _compare}[options.action](options)
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -154,7 +92,9 @@ def _experiment_file(text: str) -> Path:
         return known[text]
     if Path(text).suffix or os.path.lexists(text):
         return Path(text)
-    raise InputError(f"{printable(text)} is neither a file nor a packaged experiment: {listed(sorted(known))}")
+    raise InputError(
+        f"'{printable(text)}' is neither an experiment file nor a packaged experiment: {listed(sorted(known))}"
+    )
 
 
 def _report(options: argparse.Namespace) -> int:
@@ -168,7 +108,7 @@ def _report(options: argparse.Namespace) -> int:
 
 def _compare(options: argparse.Namespace) -> int:
     setup_logging()
-    found = collect_runs(options.runs, options.baseline, options.primary)
+    found = collect_runs([folder_of_run(run) for run in options.runs], options.baseline, options.primary)
     _write(found, options.output or Path("comparison"))
     return 0
 

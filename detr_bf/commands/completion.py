@@ -1,11 +1,4 @@
-"""Print a script that completes commands, options, recipes and settings of detr-bf in a shell.
-
-detr-bf completion bash > ~/.local/share/bash-completion/completions/detr-bf
-detr-bf completion zsh > ~/.detr-bf-completion.zsh    # then: source ~/.detr-bf-completion.zsh in ~/.zshrc
-
-The script holds all names, so completing starts no program; write it again after an update. Settings are offered after
-their first letter.
-"""
+"""Print a script that completes commands, options, recipes and settings of detr-bf in a shell."""
 
 from __future__ import annotations
 
@@ -15,7 +8,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout, suppress
 
-from detr_bf.cli import run_tool
 from detr_bf.config import SCHEMAS, known_keys, packaged_configs
 
 _SCRIPT = """\
@@ -42,26 +34,19 @@ complete -o default{options} -F _detr_bf detr-bf
 _STARTS = {"bash": "", "zsh": "autoload -U +X compinit && compinit -u\nautoload -U +X bashcompinit && bashcompinit\n"}
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the script and return 0."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("shell", choices=_STARTS, metavar="SHELL", help="bash or zsh")
-    shell = parser.parse_args(arguments).shell
+def main(options: argparse.Namespace) -> int:
+    """Print the script."""
+    from detr_bf.commands import COMMANDS  # it imports this module by name
 
-    def run() -> int:
-        from detr_bf.commands import COMMANDS, command_main  # it imports this module by name
-
-        print(completion_script(shell, {name: command_main(name) for name in COMMANDS}), end="")
-        return 0
-
-    return run_tool(run)
+    print(completion_script(options.shell, {name: command.read for name, command in COMMANDS.items()}), end="")
+    return 0
 
 
-def completion_script(shell: str, mains: Mapping[str, Callable[[Sequence[str]], int]]) -> str:
-    """Return the script for ``bash`` or ``zsh``; ``mains`` are the functions of the commands, which print usages."""
+def completion_script(shell: str, readers: Mapping[str, Callable[[Sequence[str]], object]]) -> str:
+    """Return the script for ``bash`` or ``zsh``; ``readers`` are those of the commands, which print usages."""
     keys = sorted({f"{key}=" for schema in SCHEMAS.values() for key in known_keys(schema)})
     cases = []
-    for name, function in mains.items():
+    for name, function in readers.items():
         usage = usage_of(function)
         words = " ".join(["--help", *dict.fromkeys(re.findall(r"(?<![\w-])--[a-z][a-z-]*", usage))])
         words += " $recipes" if "CONFIG" in usage else ""
@@ -73,12 +58,12 @@ def completion_script(shell: str, mains: Mapping[str, Callable[[Sequence[str]], 
         options=" -o nospace" if shell == "zsh" else "",  # its bashcompinit has no compopt
         keys=" ".join(keys),
         recipes=" ".join(packaged_configs()),
-        commands=" ".join(mains),
+        commands=" ".join(readers),
         cases="\n".join(cases),
     )
 
 
-def usage_of(function: Callable[[Sequence[str]], int]) -> str:
+def usage_of(function: Callable[[Sequence[str]], object]) -> str:
     """Return the usage that a command's function prints for ``--help``."""
     printed = io.StringIO()
     with redirect_stdout(printed), suppress(SystemExit):

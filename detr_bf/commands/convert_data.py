@@ -1,13 +1,4 @@
-"""Write the folder of a data set (COCO, Roboflow, Pascal VOC, YOLO, CSV) as COCO JSON files.
-
-detr-bf convert-data data/bccd --output bccd                                 # all images: all.json
-detr-bf convert-data data/bccd --split trainval --split test --output bccd   # trainval.json, test.json
-detr-bf convert-data data/bccd --folds 5 --fold 0 --output bccd              # train.json, val.json, as data.folds=5
-detr-bf convert-data data/pets --split train --val-fraction 0.2 --output pets
-
-The images stay where they are; file_name is relative to ROOT. Training reads such folders directly (data.root).
-The data are checked as by detr-bf check. Exit code 1: they have errors, and nothing is written.
-"""
+"""Write the folder of a data set (COCO, Roboflow, Pascal VOC, YOLO, CSV) as COCO JSON files."""
 
 from __future__ import annotations
 
@@ -15,46 +6,21 @@ import argparse
 import os
 import sys
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from detr_bf.assembly.data import data_source
-from detr_bf.cli import run_tool
 from detr_bf.config.detection import DataConfig, DetectionConfig, SplitConfig
 from detr_bf.data.checks.annotations import examine
 from detr_bf.data.coco import CocoAnnotations, Source, read_annotations
-from detr_bf.data.formats import READERS, read_folder, read_split
+from detr_bf.data.formats import read_folder, read_split
 from detr_bf.errors import InputError
 from detr_bf.files import check_output_file, write_json
 from detr_bf.text import counted, printable, safe_message
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("root", metavar="ROOT", type=Path, help="folder of the data set")
-    parser.add_argument("--output", required=True, metavar="DIR", type=Path, help="folder of the JSON files")
-    parser.add_argument("--format", default="auto", choices=["auto", *READERS], help="of ROOT")
-    parser.add_argument("--split", action="append", metavar="NAME", help="repeatable; default: all images")
-    division = parser.add_mutually_exclusive_group()
-    division.add_argument("--folds", type=int, metavar="N", help="divide the images into N folds; needs --fold")
-    division.add_argument("--val-fraction", type=float, metavar="F", help="share of the images in val.json")
-    parser.add_argument("--fold", type=int, metavar="K", help="fold in val.json, from 0 on")
-    parser.add_argument(
-        "--split-seed", type=int, default=0, metavar="S", help="of --folds and --val-fraction; default 0"
-    )
-    parser.add_argument("--overwrite", action="store_true", help="replace JSON files that exist")
-    options = parser.parse_args(arguments)
-    if (options.folds is None) != (options.fold is None):
-        parser.error("--folds and --fold go together")
-    if options.split and len(options.split) > 1 and (options.folds or options.val_fraction):
-        parser.error("--folds and --val-fraction divide one --split, or all images")
-    return run_tool(lambda: convert_data(options))
-
-
-def convert_data(options: argparse.Namespace) -> int:
+def main(options: argparse.Namespace) -> int:
     """Check the data, write the JSON files that the options name, and print their classes.
 
     Returns:

@@ -1,24 +1,11 @@
-"""Write a detector for ONNX, OpenVINO or as machine code, and compare its outputs with those of torch.
-
-detr-bf export runs/mine --output mine.onnx                      # any number of images of any size
-detr-bf export runs/mine --output mine.onnx --batch 1 --size 640x640 --with-postprocess
-detr-bf export detr_r50 --output detr.onnx --images photos       # published weights, compared on these images
-detr-bf export runs/mine --output half.onnx --half --evaluate 200
-detr-bf export runs/mine --output int8.onnx --int8 photos --evaluate 200
-detr-bf export runs/mine --output mine.xml                       # OpenVINO: mine.xml, and the weights in mine.bin
-detr-bf export runs/mine --output mine.pt2 --size 640x640        # compiled by AOTInductor for processors like this one
-
-The images to compare with are those of --images, else the first validation images of the run, else synthetic ones. If
-an output differs by more than its tolerance, nothing is written and the exit code is 1; --half and --int8 have no
-tolerance, --evaluate says what they cost. detr_bf.load and 'detr-bf predict --checkpoint' read the file.
-"""
+"""Write a detector for ONNX, OpenVINO or as machine code, and compare its outputs with those of torch."""
 
 from __future__ import annotations
 
 import argparse
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -27,7 +14,6 @@ from typing import Any
 from torch import Tensor
 
 from detr_bf.assembly.data import data_source
-from detr_bf.cli import run_tool
 from detr_bf.config import config_from_dict
 from detr_bf.data.coco import read_annotations
 from detr_bf.data.images import read_image
@@ -41,49 +27,13 @@ from detr_bf.progress import setup_logging
 from detr_bf.text import printable, safe_message
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code: 1 if an output differs by more than its tolerance."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", metavar="RUN", help="run folder, checkpoint, saved folder, or name of published weights")
-    parser.add_argument(
-        "--output",
-        metavar="FILE",
-        type=Path,
-        required=True,
-        help="file to write: .onnx, .xml (OpenVINO) or .pt2 (AOTInductor)",
-    )
-    parser.add_argument("--batch", default="dynamic", metavar="dynamic|N", help="images of a call (default: dynamic)")
-    parser.add_argument(
-        "--size",
-        default="dynamic",
-        metavar="dynamic|HxW",
-        help="height and width in pixels of the images after padding (default: dynamic)",
-    )
-    parser.add_argument(
-        "--with-postprocess", action="store_true", help="the outputs are scores, labels and boxes instead of logits"
-    )
-    parser.add_argument("--images", metavar="DIR", type=Path, help="compare the outputs on images of this folder")
-    parser.add_argument("--license", metavar="ID", help="of the weights, for the metadata, such as apache-2.0")
-    parser.add_argument("--half", action="store_true", help="float16 weights; inputs and outputs stay as they are")
-    parser.add_argument(
-        "--int8", metavar="DIR", type=Path, help="int8 weights and activations, calibrated with images of this folder"
-    )
-    parser.add_argument("--device", default="cpu", help="cpu or cuda: where a .pt2 file computes (default: cpu)")
-    parser.add_argument(
-        "--evaluate",
-        metavar="N",
-        help="compare the AP of torch and of the file on the first N validation images of the run; 0: on all",
-    )
-    options = parser.parse_args(arguments)
-
-    def run() -> int:
-        try:
-            return _run(options)
-        except ParityError as error:
-            print(safe_message(error), file=sys.stderr)
-            return 1
-
-    return run_tool(run)
+def main(options: argparse.Namespace) -> int:
+    """Export a detector; the exit code is 1 if an output differs by more than its tolerance."""
+    try:
+        return _run(options)
+    except ParityError as error:
+        print(safe_message(error), file=sys.stderr)
+        return 1
 
 
 def _run(options: argparse.Namespace) -> int:

@@ -1,12 +1,4 @@
-"""Write a commented config for the folder of a data set, with what the data checks find.
-
-detr-bf new photos/ --output mine.yaml                 # then: detr-bf train mine.yaml
-detr-bf new photos/ --model dino_r50_4scale --output mine.yaml
-
-FOLDER is read as data.root is: COCO, Roboflow, Pascal VOC, YOLO or CSV. The config states all settings that differ from
-the defaults: those of the recipe and of the preset finetune, and those chosen for the data (splits, epochs,
-augmentation, queries). Exit code 1: the config is written, and the data have errors to correct before training.
-"""
+"""Write a commented config for the folder of a data set, with what the data checks find."""
 
 from __future__ import annotations
 
@@ -14,12 +6,11 @@ import argparse
 import json
 import shlex
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from detr_bf.assembly.data import data_source
-from detr_bf.cli import run_tool
 from detr_bf.config import (
     DetectionConfig,
     config_to_dict,
@@ -65,27 +56,13 @@ _COMMENTS = {  # of settings, in the order of the file; the others follow as tho
 }
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", metavar="FOLDER", type=Path, help="folder of the data set")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="the config; default: NAME.yaml for FOLDER NAME")
-    parser.add_argument(
-        "--model",
-        default="rtdetr_r50",
-        metavar="RECIPE",
-        help="recipe of a detector, see detr-bf recipes, or a YAML file; default %(default)s",
-    )
-    options = parser.parse_args(arguments)
-    return run_tool(lambda: _write(options.folder, options.output, options.model))
-
-
-def _write(folder: Path, output: Path | None, model: str) -> int:
+def main(options: argparse.Namespace) -> int:
     """Check the data, write the config, print both, and return 1 if the data have errors.
 
     Raises:
         InputError: the folder cannot be read, there is no such recipe, or the file exists.
     """
+    folder, output, model = options.folder, options.output, options.model
     if not is_folder(folder):
         raise InputError(f"there is no folder {printable(folder)}: give the folder of a data set (docs/data.md)")
     path = Path(f"{folder.resolve().name or 'mine'}.yaml") if output is None else output
@@ -121,7 +98,7 @@ def _head(path: Path, model: str, config: DetectionConfig, content: CocoAnnotati
     yield f"#   detr-bf check {shown}              checks the data"
     yield f"#   detr-bf train {shown} --dry-run    does everything up to the first step"
     yield f"#   detr-bf train {shown}              trains, evaluates and writes a report to {run}"
-    yield f"#   detr-bf predict --checkpoint {run} --output found IMAGE"
+    yield f"#   detr-bf predict {run} IMAGE --output found"
     yield "# Data:"
     yield from (f"#   {printable(line, limit=2000)}" for line in (*report.contents, *report.learning))
     counts = Counter(each["category_id"] for each in content.annotations)

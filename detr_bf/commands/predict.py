@@ -1,15 +1,4 @@
-"""Detect objects in images, or classify images, and write pictures and JSON; with --panoptic write panoptic maps.
-
-detr-bf predict --checkpoint runs/demo --output predictions photo.jpg folder/
-
-A video file, or the address of a stream, is a single input: predictions.jsonl has a line for each frame. Ctrl-C ends
-it, and the frames before are kept.
-
-With a classifier's run, the five most probable classes of each image are printed and written as JSON and one sheet.
-
-Unreadable images are skipped and listed at the end, and the exit code is 1. In the output folder, which may also hold
-the images, only files that this command wrote before are replaced.
-"""
+"""Detect objects in images, or classify images, and write pictures and JSON; with --panoptic write panoptic maps."""
 
 from __future__ import annotations
 
@@ -27,12 +16,11 @@ from typing import TYPE_CHECKING, Any
 from pycocotools import mask as coco_mask
 from torch import Tensor
 
-from detr_bf.cli import run_tool
 from detr_bf.data.images import read_image
 from detr_bf.data.inputs import image_files, is_image_file, real_path
 from detr_bf.data.video import VIDEO_SUFFIXES, is_video_stream
 from detr_bf.errors import InputError
-from detr_bf.evaluation import DEFAULT_THRESHOLD, write_panoptic
+from detr_bf.evaluation import write_panoptic
 from detr_bf.files import (
     atomic_write,
     check_output_file,
@@ -68,59 +56,7 @@ OBJECT_FORMATS = {  # file of each; those of yolo are several
 LONGEST_STEM = 150  # bytes of an input's name in the name of its picture
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code: 1 if images were left out because they cannot be read."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--checkpoint", metavar="RUN_OR_FILE", required=True, help="run folder or checkpoint file")
-    parser.add_argument("--output", metavar="DIR", type=Path, required=True, help="for pictures and predictions.json")
-    parser.add_argument(
-        "--threshold",
-        metavar="SCORE",
-        help="least score that is kept, or 'class' for one of each class (default: the one with the highest F1 in the "
-        f"evaluation of the checkpoint, {DEFAULT_THRESHOLD} without an evaluation; for classifiers 0)",
-    )
-    parser.add_argument("--panoptic", action="store_true", help="panoptic maps instead of boxes (needs a mask head)")
-    parser.add_argument(
-        "--format",
-        choices=OBJECT_FORMATS,
-        help="of the objects: json (predictions.json, the default), jsonl (a line for each image or frame), csv (a row "
-        "for each object), coco (a COCO data set with scores, for labelling tools) or yolo (a label file without "
-        "scores for each image)",
-    )
-    parser.add_argument(
-        "--save-pictures", action=argparse.BooleanOptionalAction, help="draw each image (the default), not each frame"
-    )
-    parser.add_argument("--every", type=int, metavar="N", help="of a video: only each N-th frame, the first included")
-    parser.add_argument(
-        "--live",
-        action=argparse.BooleanOptionalAction,
-        help="of a stream: only the newest frame, so that the delay does not grow (the default of streams without an "
-        "end); --no-live takes every frame",
-    )
-    parser.add_argument(
-        "--reconnect", action="store_true", help="open a stream again that fails, ends or sends no data for 30 s"
-    )
-    parser.add_argument(
-        "--tile",
-        nargs=2,
-        type=int,
-        metavar=("SIZE", "OVERLAP"),
-        help="detect in squares of SIZE pixels that overlap by OVERLAP and join the objects at their borders",
-    )
-    parser.add_argument("--half", action="store_true", help="float16 on a GPU, bfloat16 on a CPU")
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    parser.add_argument(
-        "inputs",
-        nargs="+",
-        metavar="IMAGE_OR_FOLDER",
-        help="files, folders, patterns such as 'day*/**/*.jpg', or - for file names on standard input, one a line; or "
-        "a video",
-    )
-    options = parser.parse_args(arguments)
-    return run_tool(lambda: _run(options))
-
-
-def _run(options: argparse.Namespace) -> int:
+def main(options: argparse.Namespace) -> int:
     """Predict, write, print."""
     setup_logging()
     threshold = threshold_of(options.threshold)
@@ -140,13 +76,13 @@ def _run(options: argparse.Namespace) -> int:
             raise InputError(f"--{name} is for a video, and none is given")
     inputs = list(_inputs(options.inputs))
     files = list(image_files(inputs, output.written))
-    predictor = load_predictor(options.checkpoint, options.device)
+    predictor = load_predictor(options.run, options.device)
     images = InputImages(files, predictor.max_pixels, [path for path in inputs if path.is_dir()])
     if not isinstance(predictor, Predictor):
         if options.panoptic:
-            raise InputError(f"{options.checkpoint} is of a classifier, and --panoptic needs a detector with masks")
+            raise InputError(f"{options.run} is of a classifier, and --panoptic needs a detector with masks")
         if isinstance(threshold, str):
-            raise InputError(f"{options.checkpoint} is of a classifier: give a number to --threshold")
+            raise InputError(f"{options.run} is of a classifier: give a number to --threshold")
         _check_unused(options, "a classifier")
         done = write_classes(output, predictor, images, threshold or 0.0)
     elif options.panoptic:
@@ -181,9 +117,9 @@ def _run_video(options: argparse.Namespace, output: Output, threshold: float | s
         raise InputError("a video must be the only input: give one video, or images without it")
     if options.panoptic or options.save_pictures or options.format not in (None, "jsonl"):
         raise InputError("a video gives predictions.jsonl alone: leave out --panoptic, --save-pictures and --format")
-    predictor, video, damage = load_predictor(options.checkpoint, options.device), options.inputs[0], ""
+    predictor, video, damage = load_predictor(options.run, options.device), options.inputs[0], ""
     if not isinstance(predictor, Predictor):
-        raise InputError(f"{options.checkpoint} is of a classifier, and videos need a detector")
+        raise InputError(f"{options.run} is of a classifier, and videos need a detector")
     every, name = 1 if options.every is None else options.every, OBJECT_FORMATS["jsonl"]
     asked = {"live": options.live, "reconnect": options.reconnect, "tile": options.tile, "half": options.half}
     found = predictor.predict_video(video, every, threshold=threshold, **asked)

@@ -7,7 +7,7 @@ message.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -283,6 +283,11 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         self.sources: dict[str, str] = {}  # by full key: the file or override that set it; not a setting
+
+    @staticmethod
+    def superseded(trees: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return earlier settings that these settings of a file, or of the command line, exclude, with no value."""
+        return {}
 
     def check_values(self, prefix: str) -> None:
         optimizer, epochs = self.optimizer, self.train.epochs

@@ -7,7 +7,9 @@ recipes set to 1.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from detr_bf.config.common import (
     LAYERS,
@@ -276,11 +278,14 @@ class LossConfig:
     matcher: MatcherConfig = field(default_factory=MatcherConfig)
 
 
+_SPLIT_FILES = ("images", "annotations", "panoptic")
+
+
 @dataclass
 class SplitConfig:
     """Files of the training or validation data: a split of data.root, or COCO files."""
 
-    split: str | None = None  # name of a split of data.root; null for the training data: all images of data.root
+    split: str | None = None  # name of a split of data.root; ".", or null for the training data: all images
     images: str = path("")  # folder of the images
     annotations: str = path("")  # COCO JSON file
     panoptic: str = path("")  # folder of panoptic PNG files; annotations is then a COCO panoptic JSON file
@@ -480,6 +485,20 @@ class DetectionConfig(RunConfig):
     optimizer: DetectorOptimizerConfig = field(default_factory=DetectorOptimizerConfig)
     train: DetectorTrainConfig = field(default_factory=DetectorTrainConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+
+    @staticmethod
+    def superseded(trees: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return empty values for the COCO files of earlier configs if ``data.root`` is given, and the reverse."""
+        given = [tree["data"] for tree in trees if isinstance(tree.get("data"), Mapping)]
+        splits = [
+            (name, data[name]) for data in given for name in ("train", "val") if isinstance(data.get(name), Mapping)
+        ]
+        files = {name for name, paths in splits if any(paths.get(key) for key in _SPLIT_FILES)}
+        if any(data.get("root") for data in given) == bool(files):
+            return {}
+        if files:
+            return {"data": {"root": "", "train": {"split": None}, "val": {"split": None}}}
+        return {"data": {name: dict.fromkeys(_SPLIT_FILES, "") for name in ("train", "val")}}
 
     def check_values(self, prefix: str) -> None:
         super().check_values(prefix)

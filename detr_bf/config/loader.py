@@ -68,8 +68,9 @@ def load_config(
     merged = OmegaConf.structured(schema)
     if files:
         sources.insert(0, ("the default of output_dir", _escaped({"output_dir": f"runs/{files[-1].stem}"}, "")))
-    for source, tree in sources:
-        merged = _merge(merged, tree, source, schema)
+    from_files = len(sources) - len(overrides)
+    for layer in [*([source] for source in sources[:from_files]), sources[from_files:]]:
+        merged = _merge_layer(merged, layer, schema)
     try:
         config: Any = OmegaConf.to_object(merged)
     except _UNREADABLE as error:
@@ -122,8 +123,8 @@ def config_from_dict(tree: dict[str, Any], overrides: Sequence[str] = (), *, sou
     if schema is SCHEMAS["detection"]:  # settings saved before there was a divisor: those images were not rounded
         defaults.data.transforms.size_divisor = 1
     merged = _merge(defaults, _escaped(tree, source), source, schema)
-    for override in overrides:
-        merged = _merge(merged, parse_override(override), f"override '{printable(override)}'", schema)
+    given = [(f"override '{printable(override)}'", parse_override(override)) for override in overrides]
+    merged = _merge_layer(merged, given, schema)
     try:
         config: Any = OmegaConf.to_object(merged)
     except _UNREADABLE as error:  # text instead of a number, or an override that cannot be resolved
@@ -147,13 +148,15 @@ def _name_files(config: RunConfig) -> None:
     files[:] = [each if is_stored(each) else use_plugins(each)[0] for each in files]
 
 
-def saved_config(path: Path) -> Any:
+def saved_config(path: Path, overrides: Sequence[str] = ()) -> Any:
     """Return the config in the ``config.yaml`` of a run, which is read as plain data, as that of a checkpoint.
+
+    The overrides are the user's own, and replace its settings.
 
     Raises:
         InputError: as :func:`load_config`.
     """
-    return config_from_dict(_unescaped(_read_yaml(path)), source=f"file {printable(path)}")
+    return config_from_dict(_unescaped(_read_yaml(path)), overrides, source=f"file {printable(path)}")
 
 
 def config_to_dict(config: RunConfig) -> dict[str, Any]:
@@ -343,7 +346,7 @@ def _merge(merged: DictConfig, plain: dict[str, Any], source: str, schema: type[
     """Return the config updated with the settings of one source, whose keys and types are checked."""
     tree = DictConfig({})
     try:
-        tree = OmegaConf.create(plain)
+        tree = OmegaConf.create(_null_as_empty(plain, schema))
         if missing := OmegaConf.missing_keys(tree):  # omegaconf would silently use the default
             raise InputError(f"{source}: {', '.join(map(printable, sorted(missing)))} is '???': give a value")
         _check_groups(merged, tree, source)
@@ -358,6 +361,27 @@ def _merge(merged: DictConfig, plain: dict[str, Any], source: str, schema: type[
         if (key and value is not None) or (isinstance(error, OmegaConfBaseException) and key):
             raise InputError(_wrong_type(source, key, value, schema)) from error
         raise InputError(f"{source} cannot be read: {_first_line(error)}") from error
+
+
+def _merge_layer(merged: DictConfig, sources: Sequence[tuple[str, dict[str, Any]]], schema: type[Any]) -> DictConfig:
+    """Return the config updated with a file, or with all overrides; earlier settings that these exclude are removed."""
+    merged = typing.cast(DictConfig, OmegaConf.merge(merged, schema.superseded([tree for _, tree in sources])))
+    for source, tree in sources:
+        merged = _merge(merged, tree, source, schema)
+    return merged
+
+
+def _null_as_empty(tree: dict[str, Any], schema: type[Any]) -> dict[str, Any]:
+    """Return the tree with "" for null where a setting is text and empty by default, such as ``data.root``."""
+    hints = typing.get_type_hints(schema)
+    found = dict(tree)
+    for field in dataclasses.fields(schema):
+        value = tree.get(field.name, "")
+        if isinstance(value, dict) and dataclasses.is_dataclass(hints[field.name]):
+            found[field.name] = _null_as_empty(value, hints[field.name])
+        elif value is None and hints[field.name] is str and field.default == "":
+            found[field.name] = ""
+    return found
 
 
 def _wrong_type(source: str, key: str, value: Any, schema: type[Any]) -> str:

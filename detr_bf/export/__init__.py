@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,7 @@ from detr_bf.export.graph import (
     imported,
     imported_openvino,
     onnx_model,
+    pads_by_size,
     set_metadata,
     traced,
     write_openvino,
@@ -102,6 +105,8 @@ __all__ = [
     "synthetic_images",
 ]
 
+logger = logging.getLogger(__name__)
+
 Save = Callable[[Path, Mapping[str, Any]], None]  # writes a file with metadata
 
 
@@ -129,8 +134,7 @@ def export_detector(
         license: of the weights.
         precision: one of ``EXPORT_PRECISIONS``, of packages float32. The outputs of others only have to be finite.
         calibration: uint8 (3, h, w), with which the activations of int8 are measured; read one after the other.
-        evaluate: called with the path of the unfinished file, which :func:`detr_bf.load` reads; its result is the
-            metadata ``ap``.
+        evaluate: called with the unfinished file, which :func:`detr_bf.load` reads; its result is metadata ``ap``.
         device: ``cpu``, or ``cuda`` for a package that computes on a GPU.
 
     Raises:
@@ -138,8 +142,11 @@ def export_detector(
             each other, the graph does not allow the form, or the detector cannot be quantised or compiled.
         ParityError: an output differs by more than its tolerance, or is not finite; nothing was written.
     """
-    _check_possible(path, form, precision, device)
     settings = exported.config["data"]["transforms"]
+    if form.size is None and settings["square"] and (path.suffix == PACKAGE_SUFFIX or pads_by_size(exported.model)):
+        form = replace(form, size=(settings["square"],) * 2)
+        logger.info("the size of the images is fixed: the squares of the training, %d pixels", settings["square"])
+    _check_possible(path, form, precision, device)
     transform = fixed_transform(exported.transform, form, settings["square"])
     graph = export_graph(exported, form, torch.device(device))
     batches = list(compared_batches(images, transform, form, settings["square"]))

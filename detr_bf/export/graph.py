@@ -239,6 +239,11 @@ def export_graph(exported: Exported, form: Form, device: torch.device) -> Export
     return ExportGraph(model, exported.postprocess if form.postprocess else None).eval()
 
 
+def pads_by_size(model: nn.Module) -> bool:
+    """Return True if convolutions pad by the size of their input, as TensorFlow's; the size must be known then."""
+    return any(type(module).__name__.endswith("Same") for module in model.modules())
+
+
 def traced(
     graph: nn.Module,
     form: Form,
@@ -255,6 +260,11 @@ def traced(
     Raises:
         InputError: a part of the detector has a fixed size.
     """
+    if form.size is None and pads_by_size(graph):
+        raise InputError(
+            "the backbone pads by the size of its input (timm's Conv2dSame, as in NASNet): give the size as "
+            "HEIGHTxWIDTH"
+        )
     height, width = form.size or (short_side, short_side * 5 // 4)
     count = form.batch or 2
     images = torch.zeros(count, 3, height, width, dtype=torch.uint8, device=device)

@@ -146,7 +146,7 @@ class ClassificationTask(ImageTask[ClassifierConfig]):
         )
         return Evaluation(val_loop(self.config, splits, device_of(self.config)), evaluator)
 
-    def load_evaluated(self, source: Path) -> tuple[nn.Module, ClassMap]:
+    def load_evaluated(self, source: Path, checkpoint: Checkpoint | None = None) -> tuple[nn.Module, ClassMap]:
         classes = self.load_data().class_map
         if is_checkpoint(source):
             with prefix_errors(str(source)):

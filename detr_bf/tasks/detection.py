@@ -220,8 +220,11 @@ class DetectionTask(Task[DetectionConfig]):
     def build_evaluation(self, class_map: ClassMap, folder: RunFolder, data: CocoDetection | None = None) -> Evaluate:
         return build_evaluation(self.config, class_map, device_of(self.config), folder)
 
-    def load_evaluated(self, source: Path) -> tuple[Detector, ClassMap]:
-        weights, classes = _weights_and_classes(self.config, source)
+    def load_evaluated(self, source: Path, checkpoint: Checkpoint | None = None) -> tuple[Detector, ClassMap]:
+        if checkpoint is None:
+            weights, classes = _weights_and_classes(self.config, source)
+        else:
+            weights, classes = checkpoint.weights, checkpoint.classes
         unused = training_only(self.config)
         plain = copy.deepcopy(self.config)
         plain.plugins.relative_localization.enabled = False
@@ -454,7 +457,8 @@ def build_evaluation(
     loader = build_loader(config, device)
     postprocess, panoptic = build_postprocess(config), _panoptic_evaluation(config, data, folder)
     # with mini-batch inference the images of a batch see each other: batches must not depend on their sizes
-    sizes = [(0, 0)] * len(data) if config.batch_former.mode == "mini_batch_inference" else data.sizes
+    one_size = config.data.transforms.square is not None or config.batch_former.mode == "mini_batch_inference"
+    sizes = [(0, 0)] * len(data) if one_size else data.sizes
     batches = partial(
         SameSizeBatches, sizes, config.eval.batch_size, rank=distributed.rank(), world_size=distributed.world_size()
     )

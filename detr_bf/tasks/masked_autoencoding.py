@@ -64,7 +64,7 @@ class MaskedTask(ImageTask[MaskedConfig]):
         loop = val_loop(self.config, data or self.load_data(), device_of(self.config))
         return Evaluation(loop, ReconstructionEvaluator)
 
-    def load_evaluated(self, source: Path) -> tuple[nn.Module, ClassMap]:
+    def load_evaluated(self, source: Path, checkpoint: Checkpoint | None = None) -> tuple[nn.Module, ClassMap]:
         model = self.build_model(0)
         load_strict(model, interop.read_state(source), str(source))
         return model, ClassMap((), ())  # it has no classes

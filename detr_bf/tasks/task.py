@@ -204,8 +204,10 @@ class Task(ABC, Generic[C]):
         """Return the evaluation on the validation split; ``data`` of :meth:`load_data` are reused if given."""
 
     @abstractmethod
-    def load_evaluated(self, source: Path) -> tuple[nn.Module, ClassMap]:
+    def load_evaluated(self, source: Path, checkpoint: Checkpoint | None = None) -> tuple[nn.Module, ClassMap]:
         """Return the model of ``source``, a checkpoint of ours or foreign weights, without training-only modules.
+
+        ``checkpoint`` is the content of a file of another form; only detectors have such files.
 
         Raises:
             InputError: the weights are another model's.

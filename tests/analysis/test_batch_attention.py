@@ -17,13 +17,15 @@ from detr_bf.analysis.batch_attention import Place, attention_at, choose_places,
 from detr_bf.analysis.inspected import Level, load_inspected
 from detr_bf.batchformer import BATCH_MIXERS
 from detr_bf.batchformer.inspection import attending, recorded
-from detr_bf.commands.analyze import main as analyze
+from detr_bf.commands import command_main
 from detr_bf.config import load_config
 from detr_bf.engine import RunFolder
 from detr_bf.report.figures import picture_grid
 from detr_bf.tasks import task_of
 from tests.tools.test_analyze import TINY, V2
 from tools.train_net import main as train_net
+
+analyze = command_main("analyze")
 
 SETTINGS = """
 model:
@@ -77,7 +79,7 @@ def table(path: Path) -> list[dict[str, str]]:
 def test_every_detector(config: Path, tmp_path: Path, name: str, strides: str, levels: int) -> None:
     run = trained(config, "run", f"model.name={name}", f"model.backbone.strides={strides}")
     out = ["--output", str(tmp_path / "out"), "--images", "4", "--level", str(levels - 1)]
-    assert analyze(["batch-attention", "--run", str(run), *out, "--auto", "2", "--untrained"]) == 0
+    assert analyze(["batch-attention", str(run), *out, "--auto", "2", "--untrained"]) == 0
     rows = table(tmp_path / "out/batch-attention.csv")
     assert len(rows) == 2 * 2 * 2 * levels * 2 * 4, "models, places, layers of the mixer, levels, heads, images"
     sums: dict[tuple[str, ...], float] = {}
@@ -93,7 +95,7 @@ def test_a_classifier(tmp_path: Path) -> None:
     (tmp_path / "tiny.yaml").write_text(TINY)
     run = trained(tmp_path / "tiny.yaml", "run", *V2)
     out = ["--output", str(tmp_path / "out"), "--images", "3"]
-    assert analyze(["batch-attention", "--run", str(run), *out, "--image", "image 5", "--point", "3,12"]) == 0
+    assert analyze(["batch-attention", str(run), *out, "--image", "image 5", "--point", "3,12"]) == 0
     rows = table(tmp_path / "out/batch-attention.csv")
     assert {(row["image"], float(row["x"]), float(row["y"])) for row in rows} == {("image 5", 3.0, 12.0)}
     assert {row["layer"] for row in rows} == {"1"}
@@ -207,7 +209,7 @@ def test_bad_input_is_told(
     )
     capsys.readouterr()
     for run, arguments, said in cases:
-        assert analyze(["batch-attention", "--run", str(run), *out, *arguments]) == 2
+        assert analyze(["batch-attention", str(run), *out, *arguments]) == 2
         assert said in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
@@ -218,6 +220,6 @@ def test_runs_with_other_images_are_not_compared(
     other = coco_folder(num_images=6, name="other", first_image_id=201)
     data = [f"data.val.images={other.images}", f"data.val.annotations={other.annotations}"]
     runs = [trained(config), trained(config, "second", *data)]
-    sources = [argument for run in runs for argument in ("--run", str(run))]
+    sources = [str(run) for run in runs]
     assert analyze(["batch-attention", *sources, "--output", str(tmp_path / "out")]) == 2
     assert "run and second have different validation images" in capsys.readouterr().err

@@ -20,7 +20,7 @@ from detr_bf.analysis.detection import compare_mini_batch_inference, feature_map
 from detr_bf.analysis.inspected import InspectedDetector, load_inspected
 from detr_bf.assembly.model import build_postprocess
 from detr_bf.batchformer.inspection import attending, batch_former_of
-from detr_bf.commands.analyze import main as analyze
+from detr_bf.commands import command_main
 from detr_bf.evaluation import CocoEvaluator
 from detr_bf.layers import DeformableAttention, MultiHeadAttention
 from detr_bf.layers.attention import recorded_weights
@@ -28,6 +28,8 @@ from detr_bf.models import load
 from detr_bf.ops import ms_deform_attn
 from detr_bf.structures import Detections
 from tests.analysis.test_batch_attention import config, table, trained
+
+analyze = command_main("analyze")
 
 __all__ = ["config"]  # a fixture
 
@@ -94,7 +96,7 @@ def test_every_detector(config: Path, tmp_path: Path, name: str) -> None:
     run = trained(config, "run", f"model.name={name}", f"model.backbone.strides={strides}")
     plain = trained(config, "off", f"model.name={name}", f"model.backbone.strides={strides}", OFF)
     out = ["--output", str(tmp_path / "out")]
-    sources = ["--run", str(run), "--run", str(plain)]
+    sources = [str(run), str(plain)]
     assert analyze(["feature-maps", *sources, *out, "--images", "4"]) == 0
     rows = table(tmp_path / "out/feature-maps.csv")
     assert [row["run"] for row in rows] == ["run"] * 4 + ["off"] * 4
@@ -205,7 +207,7 @@ def test_mini_batch_inference_prints_and_writes_the_differences(
 ) -> None:
     run = trained(config, "run", "batch_former.mode=mini_batch_inference")
     capsys.readouterr()
-    command = ["mini-batch-inference", "--run", str(run), "--batch-size", "5", "--seed", "3"]
+    command = ["mini-batch-inference", str(run), "--batch-size", "5", "--seed", "3"]
     assert analyze([*command, "--output", str(tmp_path / "out")]) == 0
     printed = capsys.readouterr().out
     assert "run, mini-batch inference, seed 3: 6 images in batches of 3" in printed
@@ -248,7 +250,7 @@ def test_without_attention_between_images_there_is_no_mini_batch_inference(
         "off": "the model has no BatchFormerV2",
     }.items():
         name, *given = arguments.split()
-        command = ["mini-batch-inference", "--run", str(runs[name]), *given, "--output", str(tmp_path / "out")]
+        command = ["mini-batch-inference", str(runs[name]), *given, "--output", str(tmp_path / "out")]
         assert analyze(command) == 2
         assert said in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
@@ -268,7 +270,7 @@ def test_bad_input_is_told(
 ) -> None:
     run = trained(config)
     capsys.readouterr()
-    out = ["--run", str(run), "--output", str(tmp_path / "out")]
+    out = [str(run), "--output", str(tmp_path / "out")]
     for arguments, said in {
         "feature-maps --layer 2": "--layer 2: the encoder has the layers 0 to 1",
         "feature-maps --level 1": "--level 1: the model has the levels 0 to 0",

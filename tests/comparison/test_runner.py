@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
-from detr_bf.commands.compare import main
+from detr_bf.commands import command_main
 from detr_bf.comparison import runner
 from detr_bf.comparison.experiment import Experiment, ExperimentCell, flat_settings, read_experiment
 from detr_bf.comparison.records import ExperimentFolder, changed_settings, num_rows
@@ -27,6 +27,8 @@ from detr_bf.engine import RunFolder, RunMarker
 from detr_bf.errors import InputError
 from tests.comparison import stubs
 from tests.tools.launch import children
+
+main = command_main("compare")
 
 VAL = {"AP": 0.25, "AP50": 0.5, "APs": None}
 CELLS = [ExperimentCell(arm, seed, None) for seed in (0, 1) for arm in ("off", "two_stream")]

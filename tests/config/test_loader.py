@@ -18,6 +18,7 @@ from detr_bf.config import (
     config_to_yaml,
     known_keys,
     load_config,
+    packaged_configs,
     saved_config,
 )
 from detr_bf.config.classification import ClassifierModelConfig
@@ -405,3 +406,29 @@ def test_a_missing_base_is_named_with_its_file(tmp_path: Path) -> None:
         InputError, match=r"mine\.yaml: base 'nowhere\.yaml' not found; the path is relative to this file"
     ):
         load_config(tmp_path / "mine.yaml")
+
+
+def test_a_folder_replaces_the_files_of_earlier_configs_and_the_reverse(tmp_path: Path) -> None:
+    files = packaged_configs()
+    config = load_config(files["detr_r50"], ["data.root=photos"])
+    assert (config.data.root, config.data.train.images, config.data.val.annotations) == ("photos", "", "")
+    config = load_config(files["bccd"], ["data.root=photos"])
+    assert (config.data.train.split, config.data.val.split) == ("trainval", "test"), "the data set in another place"
+    paths = [f"data.{split}.{key}=x" for split in ("train", "val") for key in ("images", "annotations")]
+    config = load_config(files["bccd"], paths)
+    assert (config.data.root, config.data.train.split, config.data.val.images) == ("", None, "x")
+    again = config_from_dict(config_to_dict(load_config(files["bccd"])), paths)
+    assert again.data == config.data
+    (tmp_path / "mine.yaml").write_text("data: {root: photos}\n")
+    assert load_config([files["detr_r50"], tmp_path / "mine.yaml"]).data.train.images == ""
+    with pytest.raises(InputError, match=r"data\.root is given, so"):
+        load_config(files["bccd"], ["data.root=photos", *paths])
+
+
+@pytest.mark.parametrize("text", ["data.root=", "data.root=null", "data.root=''"])
+def test_no_value_of_a_text_is_the_empty_one(text: str) -> None:
+    assert load_config(None, [text]).data.root == ""
+    with pytest.raises(InputError, match=r"seed must be int"):
+        load_config(None, ["seed="])
+    with pytest.raises(InputError, match=r"data\.format must be"):
+        load_config(None, ["data.format="])

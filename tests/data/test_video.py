@@ -23,7 +23,9 @@ import torch
 from PIL import Image
 from torch import nn
 
+from detr_bf.cli import run_tool
 from detr_bf.commands import predict as command
+from detr_bf.commands.model_arguments import predict_arguments
 from detr_bf.data import video
 from detr_bf.data.video import read_frames
 from detr_bf.errors import InputError
@@ -379,7 +381,7 @@ def test_frames_that_the_decoder_keeps_back_come_before_the_error(camera: Camera
 
 def run(detector: Predictor, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
     monkeypatch.setattr(command, "load_predictor", lambda checkpoint, device: detector)
-    return command.main(["--checkpoint", "run", *arguments])
+    return run_tool(lambda: command.main(predict_arguments(["run", *arguments])))
 
 
 def test_the_command_writes_a_line_for_each_frame(

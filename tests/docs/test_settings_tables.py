@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from detr_bf.config import ClassifierConfig, DetectionConfig, MaskedConfig, known_keys
+from detr_bf.config.described import described_settings
 from detr_bf.evaluation.errors import error_document
 from detr_bf.evaluation.matching import image_errors
 from detr_bf.files import write_json
@@ -35,15 +36,15 @@ def tables() -> ModuleType:
 
 @pytest.mark.parametrize("schema", [DetectionConfig, ClassifierConfig, MaskedConfig])
 def test_every_setting_has_a_row(tables: ModuleType, schema: type) -> None:
-    found = [setting.key for setting in tables.settings(schema)]
+    found = [setting.key for setting in described_settings(schema)]
     assert sorted(found) == sorted(known_keys(schema))
     rows = [line for line in tables.markdown(schema).splitlines() if line.startswith("| `")]
     assert len(rows) == len(found)
     assert all(len(re.findall(r"(?<!\\)\|", row)) == 6 for row in rows)
 
 
-def test_a_row_has_type_default_range_and_comment(tables: ModuleType) -> None:
-    rows = {setting.key: setting for setting in tables.settings(DetectionConfig)}
+def test_a_row_has_type_default_range_and_comment() -> None:
+    rows = {setting.key: setting for setting in described_settings(DetectionConfig)}
     assert rows["train.batch_size"].default == "2"
     assert rows["train.batch_size"].allowed.startswith("greater than 0")
     assert rows["batch_former.position"].allowed == "before, after"

@@ -356,7 +356,7 @@ def predict(files: CaseFiles) -> int:
     """Draw all detections in one image."""
     from tools.predict import main
 
-    command = ["--checkpoint", "run", "--output", "found", "--threshold", "0", "--device", "cpu"]
+    command = ["run", "--output", "found", "--threshold", "0", "--device", "cpu"]
     return main([*command, str(files.fixtures / "val" / "images" / "0101.png")])
 
 

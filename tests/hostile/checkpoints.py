@@ -43,7 +43,7 @@ def save(content: Any, path: Path) -> None:
 def predicting(source: str) -> Callable[[CaseFiles], int]:
     def call(files: CaseFiles) -> int:
         image = files.fixtures / "val" / "images" / "0101.png"
-        return predict("--checkpoint", source, "--output", "found", image)
+        return predict(source, "--output", "found", image)
 
     return call
 

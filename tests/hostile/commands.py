@@ -13,12 +13,12 @@ from tests.hostile.battery import Build, Case, CaseFiles
 from tests.hostile.images import encoded
 
 # {G}: folder of the fixtures, {I}: one of its images
-PREDICT = ("--checkpoint", "{G}/detector", "--output", "found", "--device", "cpu")
+PREDICT = ("{G}/detector", "--output", "found", "--device", "cpu")
 ARGUMENTS: dict[str, dict[str, tuple[tuple[str, ...], str]]] = {  # by tool: name -> arguments, required words
     "predict": {
         "nothing": ((), "required"),
         "no images": (PREDICT, "required"),
-        "no checkpoint": (("--output", "found", "{I}"), "--checkpoint"),
+        "no image": (("{G}/detector", "--output", "found"), "IMAGE_OR_FOLDER"),
         "an unknown option": ((*PREDICT, "{I}", "--wings"), "--wings"),
         "a threshold of text": ((*PREDICT, "--threshold", "high", "{I}"), "threshold"),
         "a threshold of NaN": ((*PREDICT, "--threshold", "nan", "{I}"), "threshold"),
@@ -32,34 +32,34 @@ ARGUMENTS: dict[str, dict[str, tuple[tuple[str, ...], str]]] = {  # by tool: nam
         "a web address": ((*PREDICT, "https://127.0.0.1:9/a.jpg"), "127.0.0.1"),
         "a folder without images": ((*PREDICT, "{G}/cache_of_nothing"), "nothing"),
         "a device that is none": (
-            ("--checkpoint", "{G}/detector", "--output", "found", "--device", "toaster", "{I}"),
+            ("{G}/detector", "--output", "found", "--device", "toaster", "{I}"),
             "toaster",
         ),
         "a device beyond": (
-            ("--checkpoint", "{G}/detector", "--output", "found", "--device", "cuda:99", "{I}"),
+            ("{G}/detector", "--output", "found", "--device", "cuda:99", "{I}"),
             "cuda:99",
         ),
         "a device with escapes": (
-            ("--checkpoint", "{G}/detector", "--output", "found", "--device", "\x1b[2J", "{I}"),
+            ("{G}/detector", "--output", "found", "--device", "\x1b[2J", "{I}"),
             "\\x1b",
         ),
-        "a device on meta": (("--checkpoint", "{G}/detector", "--output", "found", "--device", "meta", "{I}"), "meta"),
+        "a device on meta": (("{G}/detector", "--output", "found", "--device", "meta", "{I}"), "meta"),
         "masks of a detector without": ((*PREDICT, "--panoptic", "{I}"), "mask"),
         "masks of a classifier": (
-            ("--checkpoint", "{G}/classifier", "--output", "found", "--panoptic", "{I}"),
+            ("{G}/classifier", "--output", "found", "--panoptic", "{I}"),
             "classifier",
         ),
-        "a masked autoencoder": (("--checkpoint", "{G}/masked", "--output", "found", "{I}"), "masked"),
-        "a checkpoint that is missing": (("--checkpoint", "nowhere", "--output", "found", "{I}"), "nowhere"),
-        "a checkpoint in an empty folder": (("--checkpoint", ".", "--output", "found", "{I}"), "last.pt|."),
-        "a checkpoint with NUL": (("--checkpoint", "a\0b", "--output", "found", "{I}"), "\\x00"),
-        "a checkpoint of 5,000 letters": (("--checkpoint", "c" * 5000, "--output", "found", "{I}"), "cccc"),
-        "a checkpoint that is an image": (("--checkpoint", "{I}", "--output", "found", "{I}"), "0101.png"),
+        "a masked autoencoder": (("{G}/masked", "--output", "found", "{I}"), "masked"),
+        "a checkpoint that is missing": (("nowhere", "--output", "found", "{I}"), "nowhere"),
+        "a checkpoint in an empty folder": ((".", "--output", "found", "{I}"), "last.pt|."),
+        "a checkpoint with NUL": (("a\0b", "--output", "found", "{I}"), "\\x00"),
+        "a checkpoint of 5,000 letters": (("c" * 5000, "--output", "found", "{I}"), "cccc"),
+        "a checkpoint that is an image": (("{I}", "--output", "found", "{I}"), "0101.png"),
         "a checkpoint that is a config": (
-            ("--checkpoint", "{G}/detector.yaml", "--output", "found", "{I}"),
+            ("{G}/detector.yaml", "--output", "found", "{I}"),
             "detector.yaml",
         ),
-        "a capture as a checkpoint": (("--checkpoint", "{G}/capture.pt", "--output", "found", "{I}"), "capture.pt"),
+        "a capture as a checkpoint": (("{G}/capture.pt", "--output", "found", "{I}"), "capture.pt"),
     },
     "convert_checkpoint": {
         "nothing": ((), "required"),
@@ -215,57 +215,57 @@ ARGUMENTS: dict[str, dict[str, tuple[tuple[str, ...], str]]] = {  # by tool: nam
     },
     "analyze": {
         "nothing": ((), "required"),
-        "no run": (("attention-entropy", "--output", "looked"), "--run"),
-        "an analysis that is none": (("robbery", "--run", "{G}/classifier", "--output", "looked"), "robbery"),
-        "a run that is missing": (("attention-entropy", "--run", "nowhere", "--output", "looked"), "nowhere"),
+        "no run": (("attention-entropy", "--output", "looked"), "RUN"),
+        "an analysis that is none": (("robbery", "{G}/classifier", "--output", "looked"), "robbery"),
+        "a run that is missing": (("attention-entropy", "nowhere", "--output", "looked"), "nowhere"),
         "a run twice": (
-            ("attention-entropy", "--run", "{G}/classifier", "--run", "{G}/classifier", "--output", "looked"),
+            ("attention-entropy", "{G}/classifier", "{G}/classifier", "--output", "looked"),
             "twice",
         ),
-        "a run of a detector": (("attention-entropy", "--run", "{G}/detector", "--output", "looked"), "detector"),
-        "a run of an autoencoder": (("attention-entropy", "--run", "{G}/masked", "--output", "looked"), "masked"),
+        "a run of a detector": (("attention-entropy", "{G}/detector", "--output", "looked"), "detector"),
+        "a run of an autoencoder": (("attention-entropy", "{G}/masked", "--output", "looked"), "masked"),
         "no images": (
-            ("attention-entropy", "--run", "{G}/classifier", "--output", "looked", "--images", "0"),
+            ("attention-entropy", "{G}/classifier", "--output", "looked", "--images", "0"),
             "images",
         ),
         "a batch of 0": (
-            ("attention-entropy", "--run", "{G}/classifier", "--output", "looked", "--batch-size", "0"),
+            ("attention-entropy", "{G}/classifier", "--output", "looked", "--batch-size", "0"),
             "batch",
         ),
         "a format that is none": (
-            ("attention-entropy", "--run", "{G}/classifier", "--output", "looked", "--format", "docx"),
+            ("attention-entropy", "{G}/classifier", "--output", "looked", "--format", "docx"),
             "docx",
         ),
         "a format with a path": (
-            ("attention-entropy", "--run", "{G}/classifier", "--output", "looked", "--format", "png/../../x.png"),
+            ("attention-entropy", "{G}/classifier", "--output", "looked", "--format", "png/../../x.png"),
             "png",
         ),
         "epsilons of text": (
-            ("fgsm", "--run", "{G}/classifier", "--output", "looked", "--epsilons", "a,b"),
+            ("fgsm", "{G}/classifier", "--output", "looked", "--epsilons", "a,b"),
             "epsilons",
         ),
-        "epsilons of NaN": (("fgsm", "--run", "{G}/classifier", "--output", "looked", "--epsilons", "nan"), "epsilons"),
-        "negative epsilons": (("fgsm", "--run", "{G}/classifier", "--output", "looked", "--epsilons=-1"), "epsilons"),
-        "no epsilons": (("fgsm", "--run", "{G}/classifier", "--output", "looked", "--epsilons", ""), "epsilons"),
-        "a patch of 0": (("missing-patches", "--run", "{G}/classifier", "--output", "looked", "--patch", "0"), "patch"),
+        "epsilons of NaN": (("fgsm", "{G}/classifier", "--output", "looked", "--epsilons", "nan"), "epsilons"),
+        "negative epsilons": (("fgsm", "{G}/classifier", "--output", "looked", "--epsilons=-1"), "epsilons"),
+        "no epsilons": (("fgsm", "{G}/classifier", "--output", "looked", "--epsilons", ""), "epsilons"),
+        "a patch of 0": (("missing-patches", "{G}/classifier", "--output", "looked", "--patch", "0"), "patch"),
         "a patch of 10,000": (
-            ("missing-patches", "--run", "{G}/classifier", "--output", "looked", "--patch", "10000"),
+            ("missing-patches", "{G}/classifier", "--output", "looked", "--patch", "10000"),
             "patch",
         ),
         "a device that is none": (
-            ("attention-entropy", "--run", "{G}/classifier", "--output", "looked", "--device", "toaster"),
+            ("attention-entropy", "{G}/classifier", "--output", "looked", "--device", "toaster"),
             "toaster",
         ),
         "an output that is a file": (
-            ("attention-entropy", "--run", "{G}/classifier", "--output", "notes.md"),
+            ("attention-entropy", "{G}/classifier", "--output", "notes.md"),
             "notes.md",
         ),
         "a setting that is none": (
-            ("attention-entropy", "--run", "{G}/classifier", "--output", "looked", "wings=4"),
+            ("attention-entropy", "{G}/classifier", "--output", "looked", "wings=4"),
             "wings",
         ),
         "data that are gone": (
-            ("fgsm", "--run", "{G}/classifier", "--output", "looked", "data.root=nowhere"),
+            ("fgsm", "{G}/classifier", "--output", "looked", "data.root=nowhere"),
             "nowhere",
         ),
     },

@@ -174,7 +174,7 @@ def predicting(prepare: Callable[[CaseFiles], Any], output: str, *inputs: str) -
     def build(files: CaseFiles) -> Callable[[], int]:
         prepare(files)
         images = inputs or (str(files.fixtures / "val" / "images"),)
-        return lambda: predict("--checkpoint", files.fixtures / "detector", "--output", output, *images)
+        return lambda: predict(files.fixtures / "detector", "--output", output, *images)
 
     return build
 
@@ -418,7 +418,6 @@ def _tools(group: str) -> Iterator[Case]:
     for name, call in {
         "training": lambda files: train(files.fixtures / "detector.yaml", "output_dir=run"),
         "prediction": lambda files: predict(
-            "--checkpoint",
             files.fixtures / "detector",
             "--output",
             "run",

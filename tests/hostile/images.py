@@ -169,7 +169,7 @@ def among_good_ones(make: Callable[[Path], Any], name: str = "bad.jpg", model: s
             files.write(f"photos/{good}", encoded("PNG"))
         make(files.folder / "photos" / name)
         photos = sorted((files.folder / "photos").iterdir())
-        return lambda: predict("--checkpoint", files.fixtures / model, "--output", "found", *photos)
+        return lambda: predict(files.fixtures / model, "--output", "found", *photos)
 
     return build
 
@@ -181,7 +181,7 @@ def folder_of_one(make: Callable[[Path], Any]) -> Build:
         for good in ("a.png", "z.png"):
             files.write(f"photos/{good}", encoded("PNG"))
         make(files.folder / "photos" / "bad.jpg")
-        return lambda: predict("--checkpoint", files.fixtures / "detector", "--output", "found", "photos")
+        return lambda: predict(files.fixtures / "detector", "--output", "found", "photos")
 
     return build
 
@@ -209,7 +209,7 @@ def strangely_named(name: bytes, model: str) -> Build:
         path = os.fsencode(files.folder / "photos") + b"/" + name
         with open(path, "wb") as file:  # noqa: PTH123
             file.write(encoded("PNG"))
-        return lambda: predict("--checkpoint", files.fixtures / model, "--output", "found", "--threshold", 0, "photos")
+        return lambda: predict(files.fixtures / model, "--output", "found", "--threshold", 0, "photos")
 
     return build
 
@@ -237,7 +237,7 @@ def alone(make: Callable[[Path], Any]) -> Build:
 
     def build(files: CaseFiles) -> Callable[[], int]:
         make(files.folder / "bad.jpg")
-        return lambda: predict("--checkpoint", files.fixtures / "detector", "--output", "found", "bad.jpg")
+        return lambda: predict(files.fixtures / "detector", "--output", "found", "bad.jpg")
 
     return build
 
@@ -321,6 +321,6 @@ def panoptic_maps(make: Callable[[Path], Any]) -> Build:
         files.write("photos/a.png", encoded("PNG"))
         make(files.folder / "photos" / "bad.jpg")
         photos = sorted((files.folder / "photos").iterdir())
-        return lambda: predict("--checkpoint", files.fixtures / "masks", "--output", "found", "--panoptic", *photos)
+        return lambda: predict(files.fixtures / "masks", "--output", "found", "--panoptic", *photos)
 
     return build

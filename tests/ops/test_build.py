@@ -92,6 +92,30 @@ def test_cuda_is_found_by_its_headers(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert find_cuda() == (str(home / "bin" / "nvcc"), home)
 
 
+def test_each_step_is_said_and_cuda_needs_a_gpu_or_a_request(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    compiler = executable(tmp_path / "compiler")
+    compiler.write_text('#!/bin/sh\nwhile [ $# -gt 1 ]; do shift; done\ntouch "$1"\n')
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.delenv("FORCE_CUDA", raising=False)
+    monkeypatch.setattr(building, "find_cuda", lambda: (str(compiler), tmp_path))
+    monkeypatch.setattr(building, "find_torch", lambda: building.Torch(tmp_path, "2.11", "12.8"))
+    monkeypatch.setattr(building, "has_gpu", lambda: False)
+    said: list[str] = []
+    results = build(tmp_path / "out", say=said.append)
+    assert results["cpu"] == tmp_path / "out" / "cpu.so"
+    assert re.match(r"there is no NVIDIA GPU here; .* build --cuda", str(results["cuda"]))
+    assert re.match(r"cpu: compiling \d+ files with .*compiler, up to \d+ at a time", said[0])
+    assert re.match(r"cpu: 1 of \d+, \w+\.cpp, \d+ s", said[1])
+    for request in ({"cuda": True}, {"strict": True}, {}):
+        if not request:
+            monkeypatch.setattr(building, "has_gpu", lambda: True)
+        said.clear()
+        assert build(tmp_path / "out", say=said.append, **request)["cuda"] == tmp_path / "out" / "cuda.so"
+        kinds = [line.partition(":")[0] for line in said]
+        assert kinds == ["cpu"] * kinds.count("cpu") + ["cuda"] * kinds.count("cuda"), "CPU first"
+        assert kinds.count("cuda") > 1
+
+
 @needs_compiler
 def test_the_kernels_of_this_checkout_are_built_and_used() -> None:
     """Without kernels, which `make test` builds, all other tests would still pass with the reference, only slower."""

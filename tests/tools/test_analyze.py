@@ -10,10 +10,12 @@ import pytest
 from PIL import Image
 
 from detr_bf.classification.analysis import ANALYSES
-from detr_bf.commands.analyze import main as analyze
+from detr_bf.commands import command_main
 from detr_bf.commands.analyze import run_names, write_table
 from detr_bf.text import printable
 from tools.train_net import main as train_net
+
+analyze = command_main("analyze")
 
 TINY = """task: classification
 model: {name: vit_tiny_patch16_224, options: {patch_size: 4, embed_dim: 24, depth: 2, num_heads: 2}}
@@ -55,7 +57,7 @@ def table(path: Path) -> list[dict[str, str]]:
 def test_every_analysis_writes_a_table_and_a_picture_of_its_runs(runs: Path, tmp_path: Path, name: str) -> None:
     given = {"scale-ratios": ["scales"], "gradient-influence": ["batches"], "feature-maps": ["batches"]}
     names = given.get(name, ["batches", "scales"])
-    sources = [argument for run in names for argument in ("--run", str(runs / run))]
+    sources = [str(runs / run) for run in names]
     size = ["--images", "25", "--batch-size", "10"] if ANALYSES[name].images else []
     assert analyze([name, *sources, "--output", str(tmp_path), *size]) == 0
     rows = table(tmp_path / f"{name}.csv")
@@ -66,7 +68,7 @@ def test_every_analysis_writes_a_table_and_a_picture_of_its_runs(runs: Path, tmp
 
 
 def test_the_table_of_fgsm_begins_with_the_accuracy_that_the_run_has(runs: Path, tmp_path: Path) -> None:
-    arguments = ["fgsm", "--run", str(runs / "batches"), "--output", str(tmp_path), "--images", "5000"]
+    arguments = ["fgsm", str(runs / "batches"), "--output", str(tmp_path), "--images", "5000"]
     assert analyze([*arguments, "--epsilons", "0,3", "--format", "svg"]) == 0
     first, last = table(tmp_path / "fgsm.csv")
     with (runs / "batches" / "predictions.csv").open() as file:
@@ -78,7 +80,7 @@ def test_the_table_of_fgsm_begins_with_the_accuracy_that_the_run_has(runs: Path,
 
 
 def test_gradient_influence_uses_the_classes_and_the_loss_of_the_run(runs: Path, tmp_path: Path) -> None:
-    command = ["gradient-influence", "--run", str(runs / "batches"), "--images", "20", "--batch-size", "10"]
+    command = ["gradient-influence", str(runs / "batches"), "--images", "20", "--batch-size", "10"]
     for folder, settings in {"own": [], "other": ["loss.name=cross_entropy", "loss.label_smoothing=0.9"]}.items():
         assert analyze([*command, "--output", str(tmp_path / folder), *settings]) == 0
     own, other = (table(tmp_path / folder / "gradient-influence.csv") for folder in ("own", "other"))
@@ -92,7 +94,7 @@ def test_gradient_influence_uses_the_classes_and_the_loss_of_the_run(runs: Path,
 def test_images_are_a_function_of_the_seed(runs: Path, tmp_path: Path, name: str) -> None:
     found = []
     for folder, seed in {"one": [], "two": ["--seed", "0"], "three": ["--seed", "7"]}.items():
-        arguments = [name, "--run", str(runs / "batches"), "--output", str(tmp_path / folder), "--images", "5", *seed]
+        arguments = [name, str(runs / "batches"), "--output", str(tmp_path / folder), "--images", "5", *seed]
         assert analyze(arguments) == 0
         found.append((tmp_path / folder / f"{name}.csv").read_text())
     assert found[0] == found[1] != found[2]
@@ -100,12 +102,12 @@ def test_images_are_a_function_of_the_seed(runs: Path, tmp_path: Path, name: str
 
 
 def test_training_images_are_those_of_the_run_without_augmentation(runs: Path, tmp_path: Path) -> None:
-    command = ["patch-similarity", "--run", str(runs / "batches"), "--split", "train", "--images", "1000"]
+    command = ["patch-similarity", str(runs / "batches"), "--split", "train", "--images", "1000"]
     for folder, settings in {"one": [], "two": ["data.transforms.erase=1", "data.mix.probability=1"]}.items():
         assert analyze([*command, "--output", str(tmp_path / folder), *settings]) == 0
     one, two = ((tmp_path / folder / "patch-similarity.csv").read_text() for folder in ("one", "two"))
     assert one == two
-    classes = ["grad-cam", "--run", str(runs / "scales"), "--split", "train", "--images", "1000"]
+    classes = ["grad-cam", str(runs / "scales"), "--split", "train", "--images", "1000"]
     assert analyze([*classes, "--output", str(tmp_path)]) == 0
     found = [row["class"] for row in table(tmp_path / "grad-cam.csv")]
     assert {found.count(name) for name in set(found)} == {6}, "data.per_class of the run"
@@ -122,29 +124,26 @@ def test_runs_are_named_by_folder_and_files_by_folder_and_name(runs: Path, tmp_p
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["scale-ratios", "--run", "batches"], "no learned scales"),
-        (["feature-maps", "--run", "scales"], "no batch attention"),
-        (["grad-cam", "--run", "scales", "--run", "scales"], "the same is given twice"),
-        (["fgsm", "--run", "scales", "--epsilons", "one"], "--epsilons must be numbers"),
-        (["fgsm", "--run", "scales", "--images", "0"], "--images must be 1 or more, got 0"),
-        (["missing-patches", "--run", "scales", "--patch", "3"], "do not fill images of 16 x 16"),
-        (["fgsm", "--run", "nowhere"], "nowhere"),
-        (["fgsm", "--run", "scales", "--seed", "-1"], "--seed must be from 0 to 2^63 - 1, got -1"),
-        (["scale-ratios", "--run", "scales", "--split", "train"], "scale-ratios takes no images: leave out --split"),
-        (["scale-ratios", "--run", "scales", "--seed", "0"], "scale-ratios takes no images: leave out --seed"),
-        (["mini-batch-inference", "--run", "scales", "--format", "png"], "without a picture, leave it out"),
-        (["batch-attention", "--run", "batches", "--split", "train"], "batch-attention takes validation images"),
-        (["fgsm", "--run", "scales", "data.name=fashion"], "data.name must be one of"),
-        (["fgsm", "--run", "scales", "--device", "tpu"], "device must be auto, cpu, cuda or cuda:N"),
+        (["scale-ratios", "batches"], "no learned scales"),
+        (["feature-maps", "scales"], "no batch attention"),
+        (["grad-cam", "scales", "scales"], "the same RUN is given twice"),
+        (["fgsm", "scales", "--epsilons", "one"], "--epsilons must be numbers"),
+        (["fgsm", "scales", "--images", "0"], "--images must be 1 or more, got 0"),
+        (["missing-patches", "scales", "--patch", "3"], "do not fill images of 16 x 16"),
+        (["fgsm", "nowhere"], "nowhere"),
+        (["fgsm", "scales", "--seed", "-1"], "--seed must be from 0 to 2^63 - 1, got -1"),
+        (["scale-ratios", "scales", "--split", "train"], "scale-ratios takes no images: leave out --split"),
+        (["scale-ratios", "scales", "--seed", "0"], "scale-ratios takes no images: leave out --seed"),
+        (["mini-batch-inference", "scales", "--format", "png"], "without a picture, leave it out"),
+        (["batch-attention", "batches", "--split", "train"], "batch-attention takes validation images"),
+        (["fgsm", "scales", "data.name=fashion"], "data.name must be one of"),
+        (["fgsm", "scales", "--device", "tpu"], "device must be auto, cpu, cuda or cuda:N"),
     ],
 )
 def test_bad_input_ends_with_code_2_and_writes_nothing(
     runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
-    given = [
-        str(runs / value) if before == "--run" else value
-        for before, value in zip(["", *arguments], arguments, strict=False)
-    ]
+    given = [str(runs / value) if value in ("batches", "scales", "nowhere") else value for value in arguments]
     assert analyze([*given, "--output", str(tmp_path / "out")]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
@@ -153,7 +152,7 @@ def test_bad_input_ends_with_code_2_and_writes_nothing(
 @pytest.mark.parametrize("given", ["bmp", "png/../../x.png", "\x1b[2J"])
 def test_a_format_is_one_of_a_list(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], given: str) -> None:
     with pytest.raises(SystemExit) as ended:
-        analyze(["fgsm", "--run", str(runs / "scales"), "--output", str(tmp_path / "out"), "--format", given])
+        analyze(["fgsm", str(runs / "scales"), "--output", str(tmp_path / "out"), "--format", given])
     assert ended.value.code == 2
     printed = capsys.readouterr().err
     assert f"--format: invalid choice: {given!r} (choose from 'svg', 'png', 'pdf')" in printed
@@ -168,7 +167,7 @@ def test_an_output_that_cannot_be_written_is_told_before_the_runs_are_read(
     Path("mine").write_text("text")
     Path("taken/fgsm.csv").mkdir(parents=True)
     before = set(tmp_path.rglob("*"))
-    assert analyze(["fgsm", "--run", "missing", "--output", name]) == 2
+    assert analyze(["fgsm", "missing", "--output", name]) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith(f"error: --output {printable(name)}/fgsm.csv ")
     assert set(tmp_path.rglob("*")) == before
@@ -176,7 +175,7 @@ def test_an_output_that_cannot_be_written_is_told_before_the_runs_are_read(
 
 def test_an_error_has_a_line_of_its_own(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Also holds while a progress bar is open."""
-    command = ["missing-patches", "--run", str(runs / "scales"), "--patch", "3", "--output", str(tmp_path / "out")]
+    command = ["missing-patches", str(runs / "scales"), "--patch", "3", "--output", str(tmp_path / "out")]
     assert analyze(command) == 2
     printed = capsys.readouterr().err
     assert "missing-patches" in printed.split("error:")[0], "the progress bar"

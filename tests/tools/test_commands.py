@@ -12,20 +12,30 @@ from pathlib import Path
 
 import pytest
 
+import detr_bf
+from detr_bf import interop
+from detr_bf.classification.analysis import ANALYSES
 from detr_bf.commands import (
     COMMANDS,
     EXIT_CODES,
     OPENMP_SETTINGS,
     _busy_and_all_ticks,
-    command_main,
+    analyze,
+    arguments,
     main,
+    model_arguments,
+    predict,
     spin_less_beside_others,
 )
 from detr_bf.commands.completion import usage_of
+from detr_bf.commands.sample_data import SETS
 from detr_bf.config import SCHEMAS, known_keys, packaged_configs
+from detr_bf.data.formats import READERS
+from detr_bf.evaluation import DEFAULT_THRESHOLD
+from detr_bf.report.figures import FIGURE_SUFFIXES
 from tests.tools.test_train_net import records
 
-MOST_MODULES = 140  # modules of detr_bf that training a detector imports; the registry imports every detector
+MOST_MODULES = 143  # modules of detr_bf that training a detector imports; the registry imports every detector
 TRAIN = """
 import sys
 from detr_bf.commands import main
@@ -49,6 +59,59 @@ def test_the_package_alone_is_imported_without_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+WRONG = """
+import sys
+from detr_bf.commands import COMMANDS, main
+cases = [[name, option] for name in COMMANDS for option in ("--help", "--no-such-option")]
+cases += [line.split() for line in sys.argv[1].splitlines()]
+for case in cases:
+    try:
+        code = main(case)
+    except SystemExit as stopped:
+        code = stopped.code
+    assert code == (0 if case[-1] == "--help" else 2), case
+    assert "torch" not in sys.modules, case
+"""
+
+
+def test_help_and_wrong_arguments_need_no_torch(tmp_path: Path) -> None:
+    """Importing it takes seconds of the processor."""
+    cases = """train nosuch
+train demo train.epochs=0
+train demo nosuch=1
+evaluate nowhere
+evaluate . demo train.epochs=0
+check nosuch
+finetune nowhere
+predict nowhere x.jpg --output found
+serve nowhere
+export nowhere --output x.onnx
+benchmark nowhere
+convert nowhere x.pt
+analyze fgsm nowhere --output found
+compare nowhere nowhere2
+report nowhere
+settings nosuch"""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # so that the load of the machine is not measured
+    done = subprocess.run(
+        [sys.executable, "-c", WRONG, cases], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_names_of_options_are_those_of_the_modules() -> None:
+    """The parsers import no module that imports torch, and repeat some names."""
+    assert tuple(predict.OBJECT_FORMATS) == model_arguments._OBJECT_FORMATS
+    assert model_arguments._DEFAULT_THRESHOLD == DEFAULT_THRESHOLD
+    assert model_arguments._NUMBERINGS == interop.NUMBERINGS
+    assert tuple(f".{each}" for each in model_arguments._FIGURE_FORMATS) == FIGURE_SUFFIXES
+    named = (analyze.BATCH_ATTENTION, analyze.QUERIES, analyze.PANOPTIC, analyze.MINI_BATCH)
+    assert (*named, *ANALYSES) == model_arguments.ANALYSIS_NAMES
+    assert analyze.BATCH_SIZE == 64, "the help of --batch-size says so"
+    assert tuple(SETS) == arguments.SAMPLE_SETS
+    assert tuple(READERS) == arguments._DATA_FORMATS[1:]
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_help_with_examples(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The options, settings and recipes of the examples exist."""
@@ -57,7 +120,7 @@ def test_every_command_has_help_with_examples(command: str, capsys: pytest.Captu
     assert stopped.value.code == 0
     printed = capsys.readouterr().out
     assert f"usage: detr-bf {command}" in printed
-    usage = usage_of(command_main(command))
+    usage = usage_of(COMMANDS[command].read)
     options = {"--help", *re.findall(r"--[a-z][a-z0-9-]*", usage)}
     examples = [line for line in printed.splitlines() if line.startswith(f"detr-bf {command} ")]
     assert examples
@@ -96,7 +159,7 @@ def test_train_then_evaluate(tiny: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert main(["train", "train.log_every=1", str(tiny), str(second)]) == 0
     assert [record["step"] for record in records(tmp_path / "run" / "metrics.jsonl", "train")][-1] == 2
     capsys.readouterr()
-    assert main(["evaluate", "--config", str(tiny), str(second), "eval.pictures=0"]) == 0
+    assert main(["evaluate", str(tmp_path / "run"), "eval.pictures=0"]) == 0
     assert "AP " in capsys.readouterr().out
 
 
@@ -107,6 +170,38 @@ def test_a_packaged_config_is_found_by_name(capsys: pytest.CaptureFixture[str]) 
     assert "detr_r50_bfv2" in capsys.readouterr().err
     assert main(["train"]) == 2
     assert "give a config" in capsys.readouterr().err
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["--version"])
+    assert stopped.value.code == 0
+    assert capsys.readouterr().out == f"detr-bf {detr_bf.__version__}\n"
+
+
+def test_settings_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["settings"]) == 0
+    printed = capsys.readouterr().out
+    assert all(f"{key}=" in printed for key in known_keys())
+    assert main(["settings", "train.batch_size"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("train.batch_size=2  (int; greater than 0")
+    assert len(printed.splitlines()) == 2
+    assert main(["settings", "--task", "classification", "plugins"]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if not line.startswith(" ")]
+    assert lines
+    assert all(line.startswith("plugins.") for line in lines)
+    assert main(["settings", "train.batchsize"]) == 2
+    assert "nearest: train.batch_size" in capsys.readouterr().err
+
+
+def test_every_recipe_has_a_line_about_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recipes"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == list(packaged_configs())
+    assert all(len(line) <= 121 and len(line.split()) > 3 for line in lines)
+    assert main(["recipes", "demo", "--files"]) == 0
+    assert capsys.readouterr().out.split() == ["demo", str(packaged_configs()["demo"])]
 
 
 def test_recipes_are_listed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -259,7 +259,7 @@ def test_wrong_arguments_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert compare(["run", str(tmp_path / "none.yaml")]) == 2
     assert "experiment file not found" in capsys.readouterr().err
     assert compare(["run", "bcd"]) == 2
-    assert "bcd is neither a file nor a packaged experiment: bccd, " in capsys.readouterr().err
+    assert "'bcd' is neither an experiment file nor a packaged experiment: bccd, " in capsys.readouterr().err
     assert compare(["report", str(tmp_path / "none")]) == 2
     assert "is not a folder" in capsys.readouterr().err
     assert compare(["run", "long_tail_digits", "--print", "--slurm", "x"]) == 2

@@ -51,7 +51,7 @@ def test_options_recipes_and_settings(script: Path) -> None:
     offered = set(completed(script, "train", "data."))
     assert offered >= {f"{key}=" for key in known_keys(DetectionConfig) if key.startswith("data.")}
     assert "data.repeated_augment=" in offered or len(offered) > 30, "settings of all tasks"
-    assert completed(script, "predict", "--check") == ["--checkpoint"]
+    assert completed(script, "predict", "--pan") == ["--panoptic"]
     assert completed(script, "predict", "data.") == [], "files, by the default of the shell"
     assert completed(script, "train", "data.train.images", "=", "d") == [], "files after the equals sign"
     assert completed(script, "nonsense", "--") == []

@@ -9,11 +9,12 @@ from PIL import Image
 from pycocotools.coco import COCO
 
 from detr_bf.assembly import build_train_data, data_source
-from detr_bf.commands.convert_data import main
+from detr_bf.commands import command_main
 from detr_bf.config import load_config
 from detr_bf.data.coco import read_annotations
 
 SIDES = ("xmin", "ymin", "xmax", "ymax")
+main = command_main("convert-data")
 
 
 @pytest.fixture

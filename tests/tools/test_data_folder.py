@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
 from detr_bf.commands import main
-from detr_bf.config import saved_config
+from detr_bf.config import load_config, saved_config
 from detr_bf.data.formats import read_folder, read_split
 from detr_bf.data.formats.splitting import divided
+from detr_bf.engine import RunFolder
+from detr_bf.structures import ClassMap
+from detr_bf.tasks import task_of
 from tests.tools.conftest import TINY
 
 XML = (
@@ -55,7 +59,7 @@ def test_a_run_on_a_fold_is_evaluated_on_the_same_images(
         assert saved_config(saved).data.fold == fold
     assert [len(images) for images in validated] == [4, 4, 4]
     assert set().union(*validated) == set(range(1, 13))
-    assert main(["evaluate", str(saved), f"output_dir={run}_2"]) == 0
+    assert main(["evaluate", f"{run}_2"]) == 0
     assert {entry["image_id"] for entry in results(run.with_name("run_2") / "eval-best")} == validated[2]
     capsys.readouterr()
     assert main(["check", str(config), "data.val_fraction=0.25"]) == 0
@@ -95,3 +99,80 @@ def test_a_run_is_not_resumed_with_validation_images_that_were_trained_on(
     said = capsys.readouterr().err
     assert "validation would use images that were trained on" in said
     assert "another output_dir" in said
+
+
+def copied(root: Path, target: Path, folder: str = "") -> Path:
+    """Copy half of the images and labels, all below ``folder``."""
+    (target / folder).mkdir(parents=True)
+    for path in sorted(root.iterdir())[:12]:
+        shutil.copy(path, target / folder / path.name)
+    return target
+
+
+def test_a_run_is_evaluated_on_another_folder(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The folder may have no splits, or others than those of the run."""
+    root, run = tmp_path / "cells", tmp_path / "run"
+    assert main(["train", str(config), "data.val_fraction=0.25", "train.max_steps=1"]) == 0
+    plain, split = copied(root, tmp_path / "plain"), copied(root, tmp_path / "split", "valid")
+    assert main(["evaluate", str(run), str(plain), f"output_dir={tmp_path / 'a'}"]) == 0
+    assert 'data.val.split="."' in capsys.readouterr().err
+    assert {entry["image_id"] for entry in results(tmp_path / "a")} == set(range(1, 7)), "all images"
+    given = [f"data.root={split}", "data.val_fraction=0", "data.val.split=valid"]
+    assert main(["evaluate", str(run / "best.pt"), *given]) == 0
+    assert len({entry["image_id"] for entry in results(run / "eval-best")}) == 6
+    capsys.readouterr()
+    assert main(["evaluate", str(run), str(split), f"output_dir={tmp_path / 'b'}"]) == 0
+    assert 'data.val.split="valid"' in capsys.readouterr().err
+    moved = root.rename(tmp_path / "moved")
+    assert main(["evaluate", str(run), f"data.root={moved}", f"output_dir={tmp_path / 'c'}"]) == 0
+    own = {entry["image_id"] for entry in results(run)}
+    assert {entry["image_id"] for entry in results(tmp_path / "c")} == own, "those of the run, in another place"
+    assert main(["evaluate", str(run), str(plain), str(split)]) == 2
+    assert "give one folder" in capsys.readouterr().err
+    assert main(["evaluate", str(run / "results.json")]) == 2
+    assert "For foreign weights give a config after the file" in capsys.readouterr().err
+
+
+def test_a_run_with_a_split_is_evaluated_on_a_folder_without_one(config: Path, tmp_path: Path) -> None:
+    root = tmp_path / "cells"
+    for name in ("train", "test"):
+        copied(root, tmp_path / "both", name)
+    settings = [f"data.root={tmp_path / 'both'}", "data.train.split=train", "data.val.split=test", "train.max_steps=1"]
+    assert main(["train", str(config), *settings]) == 0
+    assert main(["evaluate", str(tmp_path / "run"), f"data.root={root}", f"output_dir={tmp_path / 'a'}"]) == 0
+    assert {entry["image_id"] for entry in results(tmp_path / "a")} == set(range(1, 13))
+
+
+def test_squares_fill_the_batches_of_an_evaluation(config: Path, tmp_path: Path) -> None:
+    for number in range(12):
+        Image.effect_noise((64 + number % 4, 48), 90).convert("RGB").save(tmp_path / "cells" / f"{number:02d}.JPG")
+    task = task_of(load_config(config, ["data.val_fraction=0.5", "data.transforms.square=32", "eval.batch_size=4"]))
+    found = task.build_evaluation(ClassMap((1, 2), ("red", "white")), RunFolder(tmp_path / "out"))
+    assert found.loop.num_batches == 2, "6 images of several sizes"
+
+
+def test_a_folder_and_a_run_are_checked_without_a_recipe(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", str(tmp_path / "cells")]) == 0
+    printed = capsys.readouterr().out
+    assert "12 images" in printed
+    assert "val: 2 images" in printed
+    assert main(["train", str(config), "data.val_fraction=0.25", "train.max_steps=1"]) == 0
+    capsys.readouterr()
+    assert main(["check", str(tmp_path / "run")]) == 0
+    assert "val: 3 images" in capsys.readouterr().out
+    assert main(["check", "detr_r50", f"data.root={tmp_path / 'cells'}"]) == 0, "the files of COCO are replaced"
+    assert "12 images" in capsys.readouterr().out
+
+
+def test_fine_tuning_by_one_command(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["--model", str(config), "train.epochs=1", "train.max_steps=1", "data.workers=0"]
+    output = ["--output", str(tmp_path / "tuned")]
+    assert main(["finetune", str(tmp_path / "cells"), *output, *small, "--dry-run"]) == 0
+    assert f"a run would be written to {tmp_path / 'tuned'}" in capsys.readouterr().out
+    assert main(["finetune", str(tmp_path / "cells"), *output, *small]) == 0
+    assert "AP " in capsys.readouterr().out
+    assert (tmp_path / "tuned" / "report.html").is_file()
+    assert main(["finetune", str(tmp_path / "cells"), "demo"]) == 2
+    assert "a recipe is given as --model" in capsys.readouterr().err

@@ -42,7 +42,7 @@ def test_trains_resumes_evaluates_predicts(name: str, tiny: Path, tmp_path: Path
         assert train_net([*command, *overrides]) == 0
         assert (tmp_path / str(number) / "results.json").read_text() == trained, "localization is used in training only"
     image = sorted((tmp_path / "val" / "images").iterdir())[0]
-    assert predict(["--checkpoint", str(whole), "--output", str(tmp_path / "found"), "--threshold=0", str(image)]) == 0
+    assert predict([str(whole), "--output", str(tmp_path / "found"), "--threshold=0", str(image)]) == 0
     (entry,) = json.loads((tmp_path / "found" / "predictions.json").read_text())
     assert len(entry["objects"]) > 0
 

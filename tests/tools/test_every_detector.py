@@ -60,9 +60,7 @@ def test_trains_evaluates_predicts_resumes(name: str, with_batch_former: bool, t
     assert train_net([*command, f"output_dir={whole}", f"init_from={whole / 'last.pt'}", "--eval-only"]) == 0
     assert json.loads((whole / "evaluation.json").read_text()) == trained
     image = sorted((tmp_path / "val" / "images").iterdir())[0]
-    assert (
-        predict(["--checkpoint", str(whole), "--output", str(tmp_path / "found"), "--threshold", "0", str(image)]) == 0
-    )
+    assert predict([str(whole), "--output", str(tmp_path / "found"), "--threshold", "0", str(image)]) == 0
     (entry,) = json.loads((tmp_path / "found" / "predictions.json").read_text())
     assert {found["category_id"] for found in entry["objects"]} <= {3, 7, 90}
     assert len(entry["objects"]) > 0

@@ -146,7 +146,7 @@ def test_weights_whose_classes_are_category_ids(stuff: SimpleNamespace) -> None:
 def test_predictions(stuff: SimpleNamespace) -> None:
     assert run(stuff, "joint", *MASKS) == 0
     output, image = stuff.folder / "found", stuff.val.images / "0101.png"
-    common = ["--checkpoint", str(stuff.folder / "joint"), "--output", str(output)]
+    common = [str(stuff.folder / "joint"), "--output", str(output)]
     assert predict([*common, "--panoptic", str(stuff.val.images)]) == 0
     assert (output / "0000_0101.png").read_bytes().startswith(b"\x89PNG")
     predictor = detr_bf.load(stuff.folder / "joint")
@@ -166,7 +166,7 @@ def test_boxes_have_no_panoptic_maps(stuff: SimpleNamespace, capsys: pytest.Capt
     boxes = stuff.folder / "boxes"
     with pytest.raises(InputError, match="no mask head"):
         detr_bf.load(boxes).panoptic(stuff.val.images / "0101.png")
-    command = ["--checkpoint", str(boxes), "--output", str(stuff.folder / "found"), "--panoptic"]
+    command = [str(boxes), "--output", str(stuff.folder / "found"), "--panoptic"]
     assert predict([*command, str(stuff.val.images)]) == 2
     assert "no mask head" in capsys.readouterr().err
 

@@ -8,7 +8,7 @@ import io
 import json
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -19,13 +19,14 @@ from PIL import Image
 from pycocotools.coco import COCO
 
 import detr_bf
+from detr_bf.commands import command_main
 from detr_bf.data.formats import read_folder
 from detr_bf.report import fonts
 from detr_bf.structures import ClassMap
 from tests.tools.test_convert_checkpoint import checkpoint
 
 module: ModuleType = importlib.import_module("detr_bf.commands.predict")
-main: Callable[[Sequence[str]], int] = module.main
+main = command_main("predict")
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +51,7 @@ def photos(tmp_path: Path) -> Path:
 
 
 def predict(weights: Path, output: Path | str, *arguments: object) -> int:
-    command = ["--checkpoint", weights, "--output", output, "--device", "cpu", "--threshold", "0", *arguments]
+    command = [weights, "--output", output, "--device", "cpu", "--threshold", "0", *arguments]
     return main([str(argument) for argument in command])
 
 
@@ -102,7 +103,6 @@ BAD = [
     (["photos", "--threshold", "-0.1"], "--threshold must be a number from 0 to 1"),
     (["photos", "--device", "foo"], "device must be auto, cpu, cuda or cuda:N; got 'foo'"),
     (["photos", "--panoptic"], "--panoptic does not use --threshold"),
-    (["photos", "--checkpoint", "missing"], "missing"),
 ]
 
 
@@ -138,11 +138,11 @@ def test_an_output_that_cannot_be_written(
     name: str,
     said: str,
 ) -> None:
-    """The output is refused before the missing checkpoint is read."""
+    """The output is refused before the checkpoint, which is none, is read."""
     monkeypatch.chdir(tmp_path)
     Path("mine").write_text("text")
     before = set(tmp_path.rglob("*"))
-    assert predict(Path("missing.pt"), name, photos) == 2
+    assert predict(photos, name, photos) == 2
     printed = capsys.readouterr().err
     assert printed.startswith("error: --output ")
     assert said in printed
@@ -383,7 +383,7 @@ def typed(text: str) -> io.TextIOWrapper:
 def test_options_that_would_be_ignored_are_refused(
     weights: Path, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], option: list[str]
 ) -> None:
-    command = ["--checkpoint", str(weights), "--output", str(tmp_path / "out"), "--panoptic", *option, str(photos)]
+    command = [str(weights), "--output", str(tmp_path / "out"), "--panoptic", *option, str(photos)]
     assert main(command) == 2
     assert f"--panoptic does not use {option[0]}: leave it out" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

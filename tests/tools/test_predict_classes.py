@@ -48,7 +48,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_predictions_are_those_of_the_evaluation(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
     output, val = tmp_path / "found", tmp_path / "images" / "val"
-    last = ["--checkpoint", str(run / "last.pt"), "--device", "cpu"]
+    last = [str(run / "last.pt"), "--device", "cpu"]
     assert predict([*last, "--output", str(output), str(val)]) == 0
     lines = capsys.readouterr().out.splitlines()
     entries = json.loads((output / "predictions.json").read_text())
@@ -88,7 +88,7 @@ def test_a_predictor_in_code(run: Path, tmp_path: Path) -> None:
 
 
 def test_a_threshold_leaves_classes_out(run: Path, tmp_path: Path) -> None:
-    command = ["--checkpoint", str(run), "--output", str(tmp_path / "found"), str(tmp_path / "images" / "val")]
+    command = [str(run), "--output", str(tmp_path / "found"), str(tmp_path / "images" / "val")]
     assert predict([*command, "--threshold", "0.2"]) == 0
     some = json.loads((tmp_path / "found" / "predictions.json").read_text())
     assert all(found["score"] >= 0.2 for entry in some for found in entry["classes"])
@@ -111,7 +111,7 @@ def test_what_cannot_be_predicted(run: Path, tmp_path: Path, capsys: pytest.Capt
         ([str(tmp_path / "mae"), str(image)], "is of a masked autoencoder, which knows no classes: train a classifier"),
         ([str(tmp_path / "broken.pt"), str(image)], "holds NaN or infinite weights"),
     ):
-        assert predict(["--output", str(tmp_path / "found"), "--checkpoint", *arguments]) == 2
+        assert predict(["--output", str(tmp_path / "found"), *arguments]) == 2
         printed = capsys.readouterr()
         assert printed.out == ""
         assert re.match("error: ", printed.err.splitlines()[-1])

@@ -123,7 +123,7 @@ def test_experts_train_resume_evaluate_and_predict(
     assert train_net([*command, f"output_dir={whole}", f"init_from={whole / 'last.pt'}", "--eval-only"]) == 0
     assert evaluation(whole) == trained
     save_image(torch.rand(3, 16, 16), tmp_path / "image.png")
-    assert detr_bf(["predict", "--checkpoint", str(whole), "--output", str(tmp_path / "out"), str(tmp_path)]) == 0
+    assert detr_bf(["predict", str(whole), "--output", str(tmp_path / "out"), str(tmp_path)]) == 0
     assert detr_bf(["convert", str(whole), str(tmp_path / "plain.pth"), "--strip-plugins"]) == 2
     assert "has model.experts=3, which no network of timm has" in capsys.readouterr().err
     assert train_net([*command, "model.experts=1"]) == 2

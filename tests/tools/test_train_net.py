@@ -491,7 +491,7 @@ def test_predictor_and_predict_tool(tiny: Path, tmp_path: Path, capsys: pytest.C
     assert sorted(round(r["score"], 4) for r in same) == sorted(round(s, 4) for s in found.scores.tolist())
 
     output = tmp_path / "predictions"
-    arguments = ["--checkpoint", str(tmp_path / "run"), "--output", str(output), "--threshold", "0", "--device", "cpu"]
+    arguments = [str(tmp_path / "run"), "--output", str(output), "--threshold", "0", "--device", "cpu"]
     assert predict([*arguments, str(val), str(val / "0101.png")]) == 0
     entries = json.loads((output / "predictions.json").read_text())
     assert len(entries) == 5

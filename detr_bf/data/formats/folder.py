@@ -52,7 +52,7 @@ class DataFolder:
     form: str = ""  # name of the form, for messages
 
     def split(self, name: str) -> CocoAnnotations:
-        """Return the images of one split: a named one, or those of a subfolder; all images for an empty name.
+        """Return the images of one split: a named one, or those of a subfolder; all images for ``""`` and ``.``.
 
         The folders ``images``, ``JPEGImages``, ``labels`` and ``Annotations`` may be left out: ``train`` is
         ``images/train``, too.
@@ -60,7 +60,7 @@ class DataFolder:
         Raises:
             InputError: there is no such split, or it has no images.
         """
-        if not name:
+        if name in ("", "."):
             return self.content
         if name in self.splits:
             path, read = self.splits[name]
