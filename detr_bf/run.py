@@ -351,9 +351,9 @@ def _log_changes(config: RunConfig, checkpoint: Checkpoint, folder: RunFolder) -
         config_to_dict(config_from_dict(checkpoint.config, source=f"the config in {folder.last}"))
     )
     changed = [
-        f"{key}: {before[key]} -> {value}"
+        f"{key}: {before.get(key)} -> {value}"
         for key, value in flatten_settings(config_to_dict(config)).items()
-        if before[key] != value
+        if before.get(key) != value
     ]
     if changed:
         logger.warning("resuming with settings that differ from the start of the run: %s", "; ".join(changed))

@@ -48,7 +48,7 @@ FRAMEWORK = {"fastapi", "uvicorn", "starlette", "pydantic"}
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("weights") / "tiny.pt"
-    checkpoint("data.transforms.eval_short_side=32", "data.transforms.max_size=64", average=False).save(path)
+    checkpoint("data.transforms.eval_short_side=64", "data.transforms.max_size=128", average=False).save(path)
     return path
 
 

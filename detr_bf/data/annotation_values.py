@@ -18,12 +18,12 @@ import numpy as np
 from detr_bf.data.columns import INT, JSON, Entries
 
 MAX_ID = 256**3 - 1  # of a segment: three bytes in a PNG
+BOX_ROUNDING = 1.0  # pixels by which a box may exceed its image: neither told nor, in evaluation, clipped
 MAX_INT = 2**63 - 1  # an int64, the largest id that the evaluation engines read
 _LARGEST = 1e9  # pixels of a coordinate
 _LARGEST_AREA = 1e10  # pixels; upper limit of COCO's evaluation
 _LONGEST_NAME = 255  # bytes; limit of nearly every file system
 _MOST_BOXES = 100_000  # from which the unit of the boxes is told
-_TOLERANCE = 1.0  # pixels by which a box may leave its image
 _FITTING = 0.95  # share of the boxes that must be possible corners
 
 _text = reprlib.Repr()
@@ -232,8 +232,8 @@ def unit_problem(
         )
     heights, widths = np.array([size_of(image_id) or (np.nan, np.nan) for _, image_id in found]).T
     known = ~np.isnan(heights)
-    leaves = (x + width > widths + _TOLERANCE) | (y + height > heights + _TOLERANCE)
-    fits = (width > x) & (height > y) & (width <= widths + _TOLERANCE) & (height <= heights + _TOLERANCE)
+    leaves = (x + width > widths + BOX_ROUNDING) | (y + height > heights + BOX_ROUNDING)
+    fits = (width > x) & (height > y) & (width <= widths + BOX_ROUNDING) & (height <= heights + BOX_ROUNDING)
     if leaves.any() and leaves.sum() >= known.sum() / 2 and fits[known].mean() > _FITTING:
         example = int(np.flatnonzero(leaves)[0])
         return (

@@ -576,9 +576,7 @@ def _segmentations(
 
 
 def _unusable(content: CocoAnnotations, problem: str) -> InputError:
-    return InputError(
-        f"{printable(content.path)}: {problem}; detr-bf check lists everything that is wrong with the data"
-    )
+    return InputError(f"{printable(content.path)}: {problem}; detr-bf check lists all that is wrong with the data")
 
 
 def _first_problem(

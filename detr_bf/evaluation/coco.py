@@ -26,6 +26,7 @@ import torch
 from pycocotools import mask as coco_mask
 
 from detr_bf.data.annotation_values import (
+    BOX_ROUNDING,
     annotation_values,
     crowd_mask,
     object_area,
@@ -398,7 +399,10 @@ def _complete_columns(annotations: Sequence[Mapping[str, Any]]) -> list[dict[str
 def _learnable(
     path: Path, annotations: Sequence[dict[str, Any]], sizes: Mapping[int, tuple[int, int] | None]
 ) -> list[dict[str, Any]]:
-    """Return the crowds, unchanged, and what training keeps of the objects; log how many differ, once for a file."""
+    """Return the crowds, unchanged, and what training keeps of the objects; log how many differ, once for a file.
+
+    Boxes that exceed their image by a rounding error stay, so that files such as COCO's give pycocotools' numbers.
+    """
     boxes = np.array([each["bbox"] for each in annotations], dtype=np.float64).reshape(-1, 4)
     known = [sizes[each["image_id"]] or (np.inf, np.inf) for each in annotations]
     limits = np.array(known, dtype=np.float64).reshape(-1, 2)[:, [1, 0, 1, 0]]
@@ -407,7 +411,7 @@ def _learnable(
     inside = np.clip(corners, 0, limits)
     sides = inside[:, 2:] - inside[:, :2]
     lost = ((sides <= 0).any(1) | np.array([_is_empty(each) for each in annotations], dtype=bool)) & ~is_crowd
-    clipped = (inside != corners).any(1) & ~is_crowd & ~lost
+    clipped = (np.abs(inside - corners) > BOX_ROUNDING).any(1) & ~is_crowd & ~lost
     kept = [each for each, gone in zip(annotations, lost.tolist(), strict=True) if not gone]
     for row in np.flatnonzero(clipped).tolist():
         annotations[row]["bbox"] = [*inside[row, :2].tolist(), *sides[row].tolist()]

@@ -68,8 +68,8 @@ def built(*settings: str) -> Detector:
 def with_plugins(detector: Detector, variant: str = "abs") -> Detector:
     """Add both plug-ins to every layer, with random scales."""
     plugins = DetectorPluginsConfig(
-        ContextBroadcastingConfig(enabled=True, layers="all", scaled=True),
-        DetectorLocalizationConfig(enabled=True, weight=1.0, variant=variant),
+        context_broadcasting=ContextBroadcastingConfig(enabled=True, layers="all", scaled=True),
+        relative_localization=DetectorLocalizationConfig(enabled=True, weight=1.0, variant=variant),
     )
     add_encoder_plugins(detector, plugins)
     torch.manual_seed(5)

@@ -131,7 +131,7 @@ REFUSED = {
     ),
     "equal arms": (VALID.replace("enabled=true", "enabled=False"), "arms.two_stream has the same settings as arms.off"),
     "default arm": (
-        VALID.replace("[batch_former.enabled=false]", "").replace("=true]", "=true, train.epochs=3]"),
+        VALID.replace("[batch_former.enabled=false]", "").replace("=true]", "=false, train.epochs=3]"),
         "arms.two_stream has the same settings as arms.off",
     ),
     "seed in an arm": (VALID.replace("enabled=true", "enabled=true, seed=1"), "arms.two_stream sets seed"),

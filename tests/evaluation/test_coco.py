@@ -221,6 +221,16 @@ def test_objects_are_those_of_training(
     ] == [True]
 
 
+def test_boxes_that_exceed_their_image_by_a_rounding_error_stay(coco_folder: CocoFolder) -> None:
+    """COCO's own files have such boxes, and its program does not clip them."""
+    folder = coco_folder(num_images=1, category_ids=(3,), objects=1)
+    folder.content["annotations"][0]["bbox"] = [60.0, 40.0, 20.75, 20.5]
+    folder.content["images"][0].update(height=60, width=80)
+    folder.save()
+    truth = coco_module.load_ground_truth(folder.annotations, ClassMap((3,), ("class3",)))
+    assert truth["annotations"][0]["bbox"] == [60.0, 40.0, 20.75, 20.5]
+
+
 @pytest.mark.parametrize("limit", [1, 5, 300])
 def test_detections_beyond_the_limit_do_not_count(coco_folder: CocoFolder, limit: int) -> None:
     folder = coco_folder(num_images=2, category_ids=(3,), objects=2)

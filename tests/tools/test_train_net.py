@@ -327,7 +327,7 @@ def test_fine_tuning_with_other_classes_and_queries(
         == 0
     )
     log = (tmp_path / "tuned" / "log.txt").read_text()
-    assert "decoder.heads.classes.0.weight (file (4, 32), model (3, 32))" in log
+    assert "0 of 2 classes by name, 2 new: class1, class2" in log
     assert "decoder.queries.position.weight (file (6, 32), model (9, 32))" in log
     before, after = (load_checkpoint(tmp_path / name / "last.pt").weights for name in ("run", "tuned"))
     name = "decoder.layers.0.cross_attention.attention.value.weight"

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from detr_bf.data.annotation_values import (
+    BOX_ROUNDING,
     is_box,
     is_crowd,
     is_id,
@@ -52,8 +53,6 @@ from detr_bf.data.columns import Entries, distinct, values_of
 from detr_bf.data.images import MAX_PIXELS
 from detr_bf.files import cache_folder
 from detr_bf.text import counted, printable
-
-_ROUNDING = 1.0  # pixels by which a box may exceed the image without a warning
 
 CHECKS = CheckList()  # of one split
 PAIR_CHECKS = CheckList()  # of both splits
@@ -442,13 +441,13 @@ def _may_exceed(split: Split, objects: Entries) -> np.ndarray:
         return suspect_boxes(objects)
     x, y, width, height = np.asarray(objects.boxes, dtype=np.float64).T
     heights, widths = split.sizes_of(objects).T
-    return np.asarray(np.minimum.reduce([x, y, widths - (x + width), heights - (y + height)]) < -_ROUNDING)
+    return np.asarray(np.minimum.reduce([x, y, widths - (x + width), heights - (y + height)]) < -BOX_ROUNDING)
 
 
 def exceeds(bbox: list[float], size: tuple[int, int]) -> bool:
     """Return True if a box x, y, width, height leaves an image of ``size`` (h, w) by more than a rounding error."""
     x, y, width, height = bbox
-    return min(x, y, size[1] - (x + width), size[0] - (y + height)) < -_ROUNDING
+    return min(x, y, size[1] - (x + width), size[0] - (y + height)) < -BOX_ROUNDING
 
 
 def _table(findings: Sequence[Finding]) -> list[str]:

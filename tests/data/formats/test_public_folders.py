@@ -8,7 +8,7 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
-from detr_bf.commands.convert_data import main
+from detr_bf.commands import command_main
 from detr_bf.data.formats import read_folder
 from tests.data.formats.public_folders import FOLDERS, PublicFolder
 from tests.data.formats.yolo_folders import NAMED_FILES, YOLO_FOLDERS
@@ -16,6 +16,8 @@ from tests.data.formats.yolo_folders import NAMED_FILES, YOLO_FOLDERS
 DOCS = Path(__file__).parents[3] / "docs" / "data.md"
 READ = [each for each in FOLDERS if each.boxes is not None]
 REFUSED = [each for each in FOLDERS if each.message is not None]
+
+convert_data = command_main("convert-data")
 
 
 @pytest.fixture(autouse=True)
@@ -44,13 +46,13 @@ def test_boxes_of_a_public_folder(folder: PublicFolder, tmp_path: Path) -> None:
     assert set(files.values()) == set(folder.boxes)
     assert found == Counter((file, *box) for file, boxes in folder.boxes.items() for box in boxes)
     assert all((root / image["file_name"]).is_file() for image in content.images)
-    assert main([str(root), "--output", str(tmp_path / "out")]) == 0
+    assert convert_data([str(root), "--output", str(tmp_path / "out")]) == 0
 
 
 @pytest.mark.parametrize("folder", REFUSED, ids=[each.name for each in REFUSED])
 def test_refusal_of_a_public_folder(folder: PublicFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert folder.message is not None
-    assert main([str(built(folder, tmp_path)), "--output", str(tmp_path / "out")]) in (1, 2)
+    assert convert_data([str(built(folder, tmp_path)), "--output", str(tmp_path / "out")]) in (1, 2)
     told = capsys.readouterr()
     assert re.search(folder.message, told.out + told.err)
     assert not (tmp_path / "out").exists()
