@@ -128,6 +128,7 @@ def simulated_epochs(sizes: Sizes, seeds: int, epochs: int) -> Iterator[tuple[in
     """Return seed, epoch and the sizes (images, 2) of all images after DETR's training transforms."""
     settings = asdict(load_config(None, []).data.transforms)
     del settings["eval_short_side"]
+    settings["size_divisor"] = 1  # DETR rounds no sides
     transform = train_transform(**settings)
     for number in range(seeds * epochs):
         seed, epoch = divmod(number, epochs)

@@ -119,6 +119,7 @@ def dry_run_training(task: Task[Any]) -> str | None:
             check_loggers(config.train.loggers)
             check_output_folder(folder.path, "output_dir")
             _check_folder(folder, False, False)
+            task.check_settings()
             task.check_start()
             task.check()
 
@@ -243,6 +244,7 @@ def _begin(folder: RunFolder, created: CreatedFiles, marker: RunMarker) -> None:
 
 def _check(task: Task[Any], folder: RunFolder, checkpoint: Checkpoint | None) -> Mapping[str, Any] | None:
     """Check everything that can be known before the model is built; return the statistics of the data."""
+    task.check_settings()
     if checkpoint is not None:
         _check_same_task(task.config, checkpoint, folder)
     else:

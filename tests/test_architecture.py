@@ -97,7 +97,11 @@ ALLOWED: dict[str, set[str]] = {
     "predictor": GROUND | MODEL | WORK | {"prediction", "tiling", "sharing", "hub", "transformers_folder", "export"},
     "serving": {"errors", "text", "data", "prediction", "predictor"},
     "classification": GROUND | MODEL | WORK | {"plugins", "config", "engine", "predictor", "prediction"},
-    "assembly": GROUND | MODEL | WORK | {"plugins", "classification", "config", "engine", "interop"} | {"published"},
+    "assembly": GROUND
+    | MODEL
+    | WORK
+    | {"plugins", "classification", "config", "engine", "interop"}
+    | {"published", "sharing"},
     "exported_predictor": GROUND | WORK | {"config", "assembly", "export", "predictor"},
     "conversion": {"errors", "files", "structures", "interop"},
     "planning": GROUND | MODEL | WORK | {"config", "engine", "interop", "assembly"},

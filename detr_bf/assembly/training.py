@@ -33,6 +33,7 @@ from detr_bf.engine.checkpoint import stored_classes
 from detr_bf.errors import InputError
 from detr_bf.files import cache_folder, check_weights
 from detr_bf.published import find_weights
+from detr_bf.sharing import is_shared, load_shared
 from detr_bf.structures import ClassMap
 from detr_bf.text import listed
 
@@ -320,8 +321,9 @@ def read_initial_weights(path: Path) -> dict[str, torch.Tensor]:
 
 
 def initial_classes(path: str) -> ClassMap | None:
-    """Return the classes of a checkpoint of ours, see :func:`read_initial_weights`; None for other weights."""
-    return stored_classes(checkpoint_of(find_weights(path)))
+    """Return the classes of a checkpoint or saved folder, see :func:`read_initial_weights`; None for other weights."""
+    found = find_weights(path)
+    return load_shared(found.parent).classes if is_shared(found.parent) else stored_classes(checkpoint_of(found))
 
 
 def choose_grey_bits(data: LoadingConfig, folder: Path, names: Sequence[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 from collections import Counter
 from dataclasses import replace
@@ -41,8 +42,8 @@ def main(options: argparse.Namespace) -> int:
     checked = [_has_errors(options.root, path.stem, content) for path, content in files.items()]  # all are printed
     if any(checked):
         print(
-            "nothing is written: correct the errors; many kinds are corrected in a copy by detr-bf check RECIPE "
-            f"data.root={printable(options.root)} --fix OUT"
+            "nothing is written: correct the errors; many kinds are corrected in a copy by detr-bf check "
+            f"{shlex.quote(printable(options.root))} --fix OUT"
         )
         return 1
     for path, content in files.items():

@@ -270,7 +270,7 @@ class InputImages:
                 ["labels", *parts, name] if at is None else [*parts[:at], "labels", *parts[at + 1 :], name]
             )
             other = images.setdefault(label, file)
-            if other is not file:
+            if other != file:
                 raise InputError(
                     f"{printable(other)} and {printable(file)} would have the same label file {printable(label)}: give "
                     "the folder that holds both, rename one, or predict them one after the other"

@@ -28,7 +28,7 @@ from detr_bf.comparison.experiment import (
     default_primary,
     flat_settings,
 )
-from detr_bf.config import RunConfig, load_config, saved_config
+from detr_bf.config import RunConfig, config_from_dict, saved_config
 from detr_bf.engine import RunFolder
 from detr_bf.errors import InputError
 from detr_bf.files import read_json, read_records, write_json
@@ -252,9 +252,9 @@ def changed_settings(one: Mapping[str, Any], other: Mapping[str, Any], ignored: 
 
 @lru_cache
 def _defaults(task: str) -> dict[str, Any]:
-    """Return the default of every setting of a task; none for an unknown one."""
+    """Return what a record without the setting means by it, for every setting of a task; none for an unknown one."""
     try:
-        return flat_settings(load_config(None, [f"task={task}"]))
+        return flat_settings(config_from_dict({"task": task}))
     except InputError:
         return {}
 

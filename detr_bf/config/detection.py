@@ -173,7 +173,7 @@ class ModelConfig:
     backbone: BackboneConfig = field(default_factory=BackboneConfig)
 
     @property
-    def strides(self) -> list[int]:
+    def all_strides(self) -> list[int]:
         """Pixels per cell of all maps, the coarsest last, with those that the detector computes from the last one."""
         strides = list(self.backbone.strides)
         further = self.extra_levels if self.name in WITH_EXTRA_LEVELS else int(self.name == "smca_multi_scale")
@@ -533,7 +533,7 @@ class DetectionConfig(RunConfig):
     @property
     def size_divisor(self) -> int:
         """Number of which the sides of resized images are multiples."""
-        return self.data.transforms.size_divisor or max(self.model.strides)
+        return self.data.transforms.size_divisor or max(self.model.all_strides)
 
     def _check_squares(self, prefix: str) -> None:
         """Refuse squares whose sides are no multiples of the divisor."""

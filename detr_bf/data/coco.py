@@ -40,7 +40,7 @@ from detr_bf.data.augment import Augmentation
 from detr_bf.data.batches import SampleKey, read_or_replace
 from detr_bf.data.column_cache import read_columns
 from detr_bf.data.columns import AnnotatedSizes, Entries, distinct, integers, values_of
-from detr_bf.data.images import MAX_PIXELS, boxes_as_stored, read_image
+from detr_bf.data.images import MAX_PIXELS, boxes_as_stored, check_folder, read_image
 from detr_bf.data.masks import MapFile, Segmentations, SegmentMasks, flat_annotations, parts_of
 from detr_bf.data.transforms import Sample, SampleTransform, has_area, has_pixels
 from detr_bf.errors import InputError, prefix_errors
@@ -349,8 +349,12 @@ class CocoDetection(Dataset[tuple[Tensor, Target]]):
         digest = hashlib.sha256(json.dumps([self.class_map.category_ids, self.class_map.names]).encode())
         for name, index in names:
             rows = slice(int(self._starts[index]), int(self._starts[index + 1]))
-            digest.update(json.dumps([name, None if quick else file_size(self.folder / name)]).encode())
-            digest.update(self._boxes[rows].numpy().tobytes() + self._labels[rows].numpy().tobytes())
+            boxes, labels = self._boxes[rows], self._labels[rows]
+            if quick:
+                digest.update(name.encode(errors="surrogatepass") + boxes.numpy().tobytes() + labels.numpy().tobytes())
+            else:  # the hash in recorded cells of comparisons
+                entry = [name, file_size(self.folder / name), boxes.tolist(), labels.tolist()]
+                digest.update(json.dumps(entry).encode())
         counts = {"images": len(self), "objects": len(self._labels)}
         if not quick:
             return {"sha256": digest.hexdigest(), **counts}
@@ -386,12 +390,6 @@ class CocoDetection(Dataset[tuple[Tensor, Target]]):
         keep = has_area(boxes)
         boxes = BoundingBoxes(boxes[keep], format=BoundingBoxFormat.XYXY, canvas_size=size)
         return boxes, labels[keep], None if masks is None else Mask(masks[keep])
-
-
-def check_folder(images: Path) -> None:
-    """Raise :class:`InputError` unless the image folder exists."""
-    if not is_folder(images):
-        raise InputError(f"image folder {printable(images)} does not exist or is not a folder")
 
 
 def check_annotations(content: CocoAnnotations, category_ids: Collection[int], maps: bool) -> None:

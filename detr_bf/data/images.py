@@ -25,7 +25,7 @@ from torch import Tensor
 
 from detr_bf.data.duplicates import perceptual_hash
 from detr_bf.errors import InputError
-from detr_bf.files import file_size, is_file, read_regular
+from detr_bf.files import file_size, is_file, is_folder, read_regular
 from detr_bf.text import printable
 
 logger = logging.getLogger(__name__)
@@ -346,3 +346,9 @@ def _depth(values: NDArray[Any]) -> int:
 
 def _as_text(size: tuple[int, int]) -> str:
     return f"{size[1]} x {size[0]} pixels (width x height)"
+
+
+def check_folder(images: Path) -> None:
+    """Raise :class:`InputError` unless the image folder exists."""
+    if not is_folder(images):
+        raise InputError(f"image folder {printable(images)} does not exist or is not a folder")

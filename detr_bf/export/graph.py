@@ -412,7 +412,7 @@ def file_metadata(exported: Exported, form: Form, license: str | None) -> dict[s
         "max_detections": exported.postprocess.max_detections,
         "mask_threshold": exported.postprocess.mask_threshold,
         "resize": resize,
-        "grey_bits": data["grey_bits"],
+        "grey_bits": data.get("grey_bits"),
         **{name: _channels(backbone, name) for name in ("mean", "std")},
         "license": license,
         "versions": versions,

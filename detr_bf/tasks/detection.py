@@ -444,7 +444,7 @@ def _transformed_sizes(config: DetectionConfig, data: CocoDetection, split: str)
 
 def _num_tokens(config: DetectionConfig, size: tuple[int, int]) -> int:
     """Return the number of tokens of an image of that height and width, on all levels."""
-    return sum(math.prod(-(-side // stride) for side in size) for stride in config.model.strides)
+    return sum(math.prod(-(-side // stride) for side in size) for stride in config.model.all_strides)
 
 
 def build_evaluation(

@@ -83,16 +83,17 @@ class Task(ABC, Generic[C]):
             self.build_optimizer(model)
             if isinstance(self.config, DetectionConfig):
                 build_train_transforms(self.config)
+        except (NotImplementedError, RuntimeError) as error:  # a part that reads values while it is built
+            logger.debug("the model cannot be built without memory: %s", error)
         finally:
             logging.disable(before)
 
     def check(self) -> Mapping[str, Any] | None:
-        """Validate settings and data before anything is built (rank 0 only), and return the statistics of the data.
+        """Validate the data before anything is built (rank 0 only), and return their statistics.
 
         Raises:
-            InputError: the data have errors, or see :meth:`check_settings`.
+            InputError: the data have errors.
         """
-        self.check_settings()
         if not self.config.data.check:
             return self.describe_data()
         report = self.examine()

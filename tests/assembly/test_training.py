@@ -172,22 +172,22 @@ def sized(*sizes: tuple[int, int] | None) -> CocoDetection:
 
 @pytest.mark.parametrize("split", ["train", "val"])
 def test_too_few_tokens_for_the_queries_of_two_stages_are_refused(split: str) -> None:
-    data = sized((480, 640), (640, 960), None)  # 8 x 11 + 4 x 6 + 2 x 3 tokens of the first image
+    data = sized((480, 640), (640, 1200), None)  # 8 x 12 + 4 x 6 + 2 x 3 tokens of the first image
     few = load_config(None, [*TWO_STAGE, "model.num_queries=300"])
     with pytest.raises(InputError) as caught:
         check_enough_tokens(few, data, split)
-    for part in ("model.num_queries=300", f"an image of 640 x 480 of data.{split}, resized to 85 x 64", "has only 118"):
+    for part in ("model.num_queries=300", f"an image of 640 x 480 of data.{split}, resized to 96 x 64", "has only 126"):
         assert part in str(caught.value)
-    check_enough_tokens(load_config(None, [*TWO_STAGE, "model.num_queries=118"]), data, split)
+    check_enough_tokens(load_config(None, [*TWO_STAGE, "model.num_queries=126"]), data, split)
 
 
 @pytest.mark.parametrize("name", ["rtdetr", "rtdetrv2"])
 def test_too_few_tokens_for_rtdetr_are_refused(name: str) -> None:
     """Its levels are those of the backbone: extra_levels adds none."""
     settings = (*TWO_STAGE, f"model.name={name}", "model.backbone.strides=[8,16,32]")
-    with pytest.raises(InputError, match=f"model.name={name} takes model.num_queries=300 queries.*has only 118"):
+    with pytest.raises(InputError, match=f"model.name={name} takes model.num_queries=300 queries.*has only 126"):
         check_enough_tokens(load_config(None, [*settings, "model.num_queries=300"]), sized((480, 640)), "train")
-    check_enough_tokens(load_config(None, [*settings, "model.num_queries=118"]), sized((480, 640)), "train")
+    check_enough_tokens(load_config(None, [*settings, "model.num_queries=126"]), sized((480, 640)), "train")
 
 
 def test_a_square_crop_may_have_the_fewest_tokens() -> None:
@@ -202,7 +202,7 @@ def test_squares_batch_sides_and_augmentation_may_have_the_fewest_tokens() -> No
     with pytest.raises(InputError, match=r"an image of data\.train, resized to 64 x 64, has only 84.*raise .*square"):
         check_enough_tokens(squares, sized((640, 960)), "train")
     check_enough_tokens(squares, sized((640, 960)), "val")
-    augmented = [*TWO_STAGE, "data.transforms.random_crop=0", "model.num_queries=118"]
+    augmented = [*TWO_STAGE, "data.transforms.random_crop=0", "model.num_queries=126"]
     check_enough_tokens(load_config(None, augmented), sized((480, 640)), "train")
     for setting in ("data.augment.mosaic=0.5", "data.augment.iou_crop=0.5"):
         with pytest.raises(InputError, match=r"a square crop or mosaic of data\.train, resized to 64 x 64"):

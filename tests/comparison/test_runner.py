@@ -231,7 +231,7 @@ def test_a_setting_that_is_younger_than_a_record_has_its_default_there() -> None
     assert changed_settings(other, before) == ["data.mixup.prob"]
 
 
-@pytest.mark.parametrize("name", ["o #1", "a: b", "${oc.env:HOME}"])
+@pytest.mark.parametrize("name", ["a: b", "${oc.env:HOME}"])
 def test_a_folder_that_settings_cannot_name_is_refused(
     file: Path, name: str, fake: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -371,9 +371,9 @@ def test_quick_trains_every_arm_in_a_folder_of_its_own(file: Path, fake: Callabl
     ("settings", "rows"),
     [
         (["batch_former.enabled=false"], 5),
-        (["batch_former.mode=two_stream"], 10),
-        (["batch_former.mode=duplicate"], 10),
-        (["batch_former.mode=single_stream"], 5),
+        (["batch_former.enabled=true", "batch_former.mode=two_stream"], 10),
+        (["batch_former.enabled=true", "batch_former.mode=duplicate"], 10),
+        (["batch_former.enabled=true", "batch_former.mode=single_stream"], 5),
         (["task=classification"], 5),
         (["task=classification", "plugins.batchformer_v2.enabled=true"], 10),
         (["task=classification", "plugins.batchformer.enabled=true"], 10),

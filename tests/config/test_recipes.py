@@ -547,4 +547,4 @@ def test_published_recipes_of_detectors_round_no_side_and_fine_tuning_does(name:
     if "coco" in load(name).data.train.images:
         assert load(name).size_divisor == 1
     tuned = load_config([CONFIGS / name, CONFIGS / "finetune.yaml"])
-    assert tuned.size_divisor == max(tuned.model.strides) >= 16
+    assert tuned.size_divisor == max(tuned.model.all_strides) >= 16

@@ -166,8 +166,9 @@ def test_an_output_that_cannot_be_written_is_told_before_the_runs_are_read(
     monkeypatch.chdir(tmp_path)
     Path("mine").write_text("text")
     Path("taken/fgsm.csv").mkdir(parents=True)
+    Path("run.pt").write_text("no checkpoint")
     before = set(tmp_path.rglob("*"))
-    assert analyze(["fgsm", "missing", "--output", name]) == 2
+    assert analyze(["fgsm", "run.pt", "--output", name]) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith(f"error: --output {printable(name)}/fgsm.csv ")
     assert set(tmp_path.rglob("*")) == before

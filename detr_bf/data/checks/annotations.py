@@ -48,9 +48,9 @@ from detr_bf.data.checks.report import (
     shared_images,
 )
 from detr_bf.data.checks.statistics import describe_splits, statistics_lines
-from detr_bf.data.coco import Source, annotated_size, check_folder, check_maps, read_annotations
+from detr_bf.data.coco import Source, annotated_size, check_maps, read_annotations
 from detr_bf.data.columns import Entries, distinct, values_of
-from detr_bf.data.images import MAX_PIXELS
+from detr_bf.data.images import MAX_PIXELS, check_folder
 from detr_bf.files import cache_folder
 from detr_bf.text import counted, printable
 

@@ -34,9 +34,9 @@ from detr_bf.data.coco import (
     Source,
     annotated_size,
     check_entry,
-    check_folder,
     read_annotations,
 )
+from detr_bf.data.images import check_folder
 from detr_bf.data.masks import parts_of
 from detr_bf.errors import InputError
 from detr_bf.files import cache_folder, read_json

@@ -8,8 +8,9 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 from detr_bf.data.checks.files import ImageRecord, check_files
-from detr_bf.data.coco import CocoAnnotations, Source, check_folder, read_annotations
+from detr_bf.data.coco import CocoAnnotations, Source, read_annotations
 from detr_bf.data.duplicates import near_groups
+from detr_bf.data.images import check_folder
 from detr_bf.errors import InputError
 from detr_bf.files import cache_folder
 

@@ -16,7 +16,8 @@ from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.data.datasets import load_coco_json
 
 from detr_bf.data.annotation_values import annotation_values, is_id
-from detr_bf.data.coco import CocoAnnotations, annotated_size, check_folder, check_maps, read_annotations
+from detr_bf.data.coco import CocoAnnotations, annotated_size, check_maps, read_annotations
+from detr_bf.data.images import check_folder
 from detr_bf.data.masks import MapFile
 from detr_bf.errors import InputError
 from detr_bf.structures import ClassMap
