@@ -38,7 +38,8 @@ def found(folder: Path, classify: bool = True) -> list[tuple[str, str, str, int]
 def test_good_data_has_nothing_to_say(folder: Path) -> None:
     assert found(folder) == []
     assert str(report(folder)) == (
-        f"train: 4 images, 2 classes ({folder / 'train.txt'})\nval: 2 images, 2 classes ({folder / 'val.txt'})\n"
+        f"train: 4 images, 2 classes; from {folder / 'train.txt'}\n"
+        f"val: 2 images, 2 classes; from {folder / 'val.txt'}\n"
         "0 errors, 0 warnings"
     )
 

@@ -226,7 +226,7 @@ def test_the_task_may_be_inherited(tmp_path: Path, capsys: pytest.CaptureFixture
     classifier_config(tmp_path)
     (tmp_path / "mine.yaml").write_text("base: classifier.yaml\nseed: 3\n")
     assert run_tool(["--config", str(tmp_path / "mine.yaml")]) == 0
-    assert re.search(r"train: \d+ images, 10 classes; from .*digits", capsys.readouterr().out)
+    assert re.search(r"train: [\d,]+ images, 10 classes; from .*digits", capsys.readouterr().out)
 
 
 @pytest.mark.parametrize(

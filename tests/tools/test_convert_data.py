@@ -77,11 +77,13 @@ def test_crowds_are_named_by_the_form(tmp_path: Path, capsys: pytest.CaptureFixt
         if form == "voc":
             sides = "".join(f"<{side}>{value}</{side}>" for side, value in zip(SIDES, (1, 1, 9, 9), strict=True))
             one = f"<object><name>dog</name><difficult>1</difficult><bndbox>{sides}</bndbox></object>"
-            (folder / "a.xml").write_text(f"<annotation>{one}</annotation>")
+            other = one.replace("<difficult>1</difficult>", "").replace(">9<", ">8<")
+            (folder / "a.xml").write_text(f"<annotation>{one}{other}</annotation>")
         else:
             annotation = {"id": 1, "image_id": 1, "category_id": 1, "bbox": [1, 1, 8, 8], "iscrowd": 1}
+            other = {**annotation, "id": 2, "bbox": [1, 1, 7, 7], "iscrowd": 0}
             image, category = {"id": 1, "file_name": "a.png"}, {"id": 1, "name": "dog"}
-            content = {"images": [image], "annotations": [annotation], "categories": [category]}
+            content = {"images": [image], "annotations": [annotation, other], "categories": [category]}
             (folder / "train.json").write_text(json.dumps(content))
         assert main([str(folder), "--output", str(tmp_path / f"{form} out")]) == 0
         assert f"  1 {said.format(kind)}" in capsys.readouterr().out
