@@ -246,6 +246,8 @@ def changed_settings(one: Mapping[str, Any], other: Mapping[str, Any], ignored: 
     A key that one side lacks, because its record is older than the setting, has its default there.
     """
     keys = ({*one} | {*other}) - {*NOT_COMPARED, *ignored}
+    if one.get("data.transforms.square") and other.get("data.transforms.square"):
+        keys.discard("data.transforms.size_divisor")  # the sides of squares are given
     defaults = _defaults(str(other.get("task", one.get("task"))))
     return sorted(key for key in keys if one.get(key, defaults.get(key)) != other.get(key, defaults.get(key)))
 
