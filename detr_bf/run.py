@@ -247,6 +247,7 @@ def _check(task: Task[Any], folder: RunFolder, checkpoint: Checkpoint | None) ->
     task.check_settings()
     if checkpoint is not None:
         _check_same_task(task.config, checkpoint, folder)
+        task.adopt_settings(checkpoint)  # before the data are read
     else:
         task.check_start()
         if task.config.init_from:
@@ -256,7 +257,6 @@ def _check(task: Task[Any], folder: RunFolder, checkpoint: Checkpoint | None) ->
     statistics = task.check()
     folder.remove_unfinished()
     if checkpoint is not None:
-        task.adopt_settings(checkpoint)
         _log_changes(task.config, checkpoint, folder)
     return statistics
 

@@ -29,7 +29,8 @@ SAMPLE_OPTIONS = {
     "image_size": "pixels of a side",
     "seed": "0 or larger",
 }
-RUN_HELP = "run folder, checkpoint, saved folder, exported file, or name of published weights"
+TRAINED_HELP = "run folder, checkpoint, saved folder, or name of published weights"
+RUN_HELP = f"exported file, {TRAINED_HELP}"
 _DATA_FORMATS = next(each.metadata["choices"] for each in fields(DataConfig) if each.name == "format")
 
 
@@ -53,7 +54,7 @@ def check_run(given: str) -> None:
     try:
         readable_file(path)
     except InputError as error:
-        raise InputError(f"{error}; expected RUN: a {RUN_HELP} ('detr-bf recipes --weights')") from None
+        raise InputError(f"{error}; expected RUN: an {RUN_HELP} ('detr-bf recipes --weights')") from None
 
 
 def folder_of_run(given: str) -> Path:
@@ -194,7 +195,7 @@ def train_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
 def evaluate_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the arguments of ``detr-bf evaluate``."""
     parser = command_parser(_EVALUATE)
-    parser.add_argument("run", metavar="RUN", help=RUN_HELP)
+    parser.add_argument("run", metavar="RUN", help=TRAINED_HELP)
     parser.add_argument(
         "settings",
         nargs="*",
@@ -216,7 +217,7 @@ def finetune_arguments(given: Sequence[str] | None = None) -> argparse.Namespace
         metavar="RECIPE",
         help="recipe of a detector, see detr-bf recipes, or a YAML file; default %(default)s",
     )
-    parser.add_argument("--init-from", metavar="RUN", help=f"trained detector to start from: {RUN_HELP}")
+    parser.add_argument("--init-from", metavar="RUN", help=f"trained detector to start from: {TRAINED_HELP}")
     parser.add_argument("--augment", metavar="NAME", help="none, light or strong; default: by the length of the run")
     parser.add_argument("--resume", action="store_true", help="continue the run in the folder if there is one")
     parser.add_argument("--dry-run", action="store_true", help="do everything up to the first step, and write nothing")

@@ -10,7 +10,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from detr_bf.commands.arguments import RUN_HELP, command_parser
+from detr_bf.commands.arguments import RUN_HELP, TRAINED_HELP, command_parser
 
 # Names that the modules of the commands know only after importing torch; a test compares them.
 _OBJECT_FORMATS = ("json", "jsonl", "csv", "coco", "yolo")
@@ -173,7 +173,7 @@ tolerance, --evaluate says what they cost. detr_bf.load and 'detr-bf predict' re
 def export_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the arguments of ``detr-bf export``."""
     parser = command_parser(_EXPORT)
-    parser.add_argument("run", metavar="RUN", help=f"detector: {RUN_HELP}")
+    parser.add_argument("run", metavar="RUN", help=f"detector: {TRAINED_HELP}")
     parser.add_argument(
         "--output",
         metavar="FILE",

@@ -205,8 +205,8 @@ def unit_problem(
 ) -> str | None:
     """Return the reason why the boxes of a file cannot be x, y, width and height in pixels; None if they can.
 
-    They are fractions if none is larger than a pixel. They are corners if half of them or more leave their image,
-    although the same numbers as x1, y1, x2, y2 are boxes inside of it.
+    They are fractions if none is larger than a pixel. They are corners if half of them or more leave their image by
+    more than a tenth of its side, although the same numbers as x1, y1, x2, y2 are boxes inside of it.
 
     Args:
         annotations: with valid boxes, or any others, which are left out. Of many only a part is examined.
@@ -232,7 +232,7 @@ def unit_problem(
         )
     heights, widths = np.array([size_of(image_id) or (np.nan, np.nan) for _, image_id in found]).T
     known = ~np.isnan(heights)
-    leaves = (x + width > widths + BOX_ROUNDING) | (y + height > heights + BOX_ROUNDING)
+    leaves = (x + width > 1.1 * widths) | (y + height > 1.1 * heights)
     fits = (width > x) & (height > y) & (width <= widths + BOX_ROUNDING) & (height <= heights + BOX_ROUNDING)
     if leaves.any() and leaves.sum() >= known.sum() / 2 and fits[known].mean() > _FITTING:
         example = int(np.flatnonzero(leaves)[0])

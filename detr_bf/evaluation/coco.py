@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from pycocotools import mask as coco_mask
 
 from detr_bf.data.annotation_values import (
     BOX_ROUNDING,
@@ -290,8 +289,9 @@ def load_ground_truth(
 ) -> dict[str, Any]:
     """Read a COCO file and return it with complete annotations and only the keys that the engines need.
 
-    The objects are those of training: boxes are clipped to their image, and objects whose box has no area, or with
-    ``masks`` whose mask has no pixel, are left out. The folder ``images`` has the files whose sizes are not stated.
+    The objects are those of training: boxes that exceed their image are clipped, and objects whose box has no area in
+    it are left out. One whose mask has no pixel stays, so that the AP of boxes is the same with and without ``masks``
+    and that of masks is pycocotools'. The folder ``images`` has the files whose sizes are not stated.
 
     Raises:
         InputError: the file is missing, is not COCO, or contradicts ``class_map``; a mask cannot be read.
@@ -410,7 +410,7 @@ def _learnable(
     corners = np.concatenate([boxes[:, :2], boxes[:, :2] + boxes[:, 2:]], axis=1)
     inside = np.clip(corners, 0, limits)
     sides = inside[:, 2:] - inside[:, :2]
-    lost = ((sides <= 0).any(1) | np.array([_is_empty(each) for each in annotations], dtype=bool)) & ~is_crowd
+    lost = (sides <= 0).any(1) & ~is_crowd
     clipped = (np.abs(inside - corners) > BOX_ROUNDING).any(1) & ~is_crowd & ~lost
     kept = [each for each, gone in zip(annotations, lost.tolist(), strict=True) if not gone]
     for row in np.flatnonzero(clipped).tolist():
@@ -426,11 +426,6 @@ def _learnable(
             clipped.sum(),
         )
     return kept
-
-
-def _is_empty(annotation: Mapping[str, Any]) -> bool:
-    """Return True for an object whose mask has no pixel."""
-    return "segmentation" in annotation and not coco_mask.area(annotation["segmentation"])
 
 
 def _check_categories(content: CocoAnnotations, class_map: ClassMap) -> None:

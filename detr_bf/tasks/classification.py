@@ -90,6 +90,11 @@ class ImageTask(Task[ImageConfigT]):
         names = found.class_map.names
         return {"train": found.train.fingerprint(names), "val": found.val.fingerprint(names)}
 
+    def adopt_settings(self, checkpoint: Checkpoint) -> None:
+        """Take over the depth of 16-bit grey images that the run chose."""
+        if self.config.data.grey_bits is None:
+            self.config.data.grey_bits = config_from_dict(checkpoint.config).data.grey_bits
+
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         return image_optimizer(self.config, model)
 
@@ -147,10 +152,13 @@ class ClassificationTask(ImageTask[ClassifierConfig]):
         return Evaluation(val_loop(self.config, splits, device_of(self.config)), evaluator)
 
     def load_evaluated(self, source: Path, checkpoint: Checkpoint | None = None) -> tuple[nn.Module, ClassMap]:
+        stored = load_checkpoint(source) if is_checkpoint(source) else None
+        if stored is not None:
+            self.adopt_settings(stored)  # before the images are read
         classes = self.load_data().class_map
-        if is_checkpoint(source):
+        if stored is not None:
             with prefix_errors(str(source)):
-                _check_classes(load_checkpoint(source).classes, classes)
+                _check_classes(stored.classes, classes)
         plain = copy.deepcopy(self.config)
         for name in TRAINING_ONLY:
             getattr(plain.plugins, name).enabled = False

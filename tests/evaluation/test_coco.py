@@ -442,8 +442,6 @@ def test_polygons_and_run_lengths_of_a_detection_file(coco_folder: CocoFolder) -
         pixels[0, y : y + h, x : x + w] = 1
         annotation["segmentation"] = polygon if annotation["id"] % 2 else encoded(pixels[0])
     detections, class_map = perfect(folder)
-    outside = [[80, 60, 90, 60, 90, 70]]  # no pixel: no object in training
-    folder.content["annotations"].append({**folder.content["annotations"][0], "id": 99, "segmentation": outside})
     folder.save()
     evaluator = CocoEvaluator(folder.annotations, class_map, masks=True)
     for found in detections:
@@ -452,6 +450,18 @@ def test_polygons_and_run_lengths_of_a_detection_file(coco_folder: CocoFolder) -
             mask[y0:y1, x0:x1] = 1
         evaluator.update([replace(found, masks=tuple(map(encoded, masks)))])
     assert evaluator.summarize_masks().AP == evaluator.summarize().AP == pytest.approx(1.0)
+
+
+def test_an_object_whose_mask_has_no_pixel_counts_with_and_without_masks(coco_folder: CocoFolder) -> None:
+    folder = coco_folder(num_images=1, category_ids=(3,), objects=1)
+    one = folder.content["annotations"][0]
+    one["segmentation"] = [[10.1, 10.1, 10.4, 10.1, 10.4, 10.4]]
+    folder.save()
+    truth = [
+        coco_module.load_ground_truth(folder.annotations, ClassMap((3,), ("class3",)), masks=masks)["annotations"]
+        for masks in (False, True)
+    ]
+    assert [[each["bbox"] for each in annotations] for annotations in truth] == [[one["bbox"]]] * 2
 
 
 def test_ground_truth_without_masks_is_refused(coco_folder: CocoFolder) -> None:

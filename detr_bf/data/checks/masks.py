@@ -136,7 +136,7 @@ def _invalid_segmentations(split: Split) -> Iterator[str]:
         yield from split.unusable_segmentations[0]
 
 
-@MASK_CHECKS.add("warning", "mask-outside", "no pixel of the mask is in the image: dropped, in evaluation too")
+@MASK_CHECKS.add("warning", "mask-outside", "no pixel of the mask is in the image: not trained on, but evaluated")
 def _masks_without_pixels(split: Split) -> Iterator[str]:
     if split.masks and split.content.maps is None:
         yield from split.unusable_segmentations[1]

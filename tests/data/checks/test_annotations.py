@@ -122,6 +122,7 @@ def test_boxes_in_another_unit(
         [[0, 0, 1, 1], [0.2, 0.3, 0.5, 1.5]],  # one is larger than a pixel
         [[30, 20, 60, 40], [30, 20, 20, 20], [1, 2, 20, 30], [3, 2, 20, 30]],  # only one of them leaves the image
         [[30, 20, 60, 40], [30, 20, 20, 60], [30, 20, 20, 60], [1, 2, 3, 4]],  # most do, and are no corners
+        [[2, 2, 63, 47], [3, 4, 63, 46]],  # large objects that exceed the image a little
         [[30, 20, 0, 0]],
         [],
     ],
