@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from dataclasses import asdict
@@ -19,7 +20,7 @@ from detr_bf.data.batches import SampleKey
 from detr_bf.data.checks.learning import Training
 from detr_bf.data.coco import CocoDetection, Source
 from detr_bf.data.loader import BatchLoader, make_loader
-from detr_bf.data.transforms import TRANSFORMS, SampleTransform, eval_transform, train_transform
+from detr_bf.data.transforms import TRANSFORMS, SampleTransform, eval_transform, resized_size, train_transform
 from detr_bf.errors import InputError
 from detr_bf.extensions import extended
 from detr_bf.structures import Batch, ClassMap
@@ -202,3 +203,57 @@ def training_amount(config: DetectionConfig) -> Training:
         divisor=config.size_divisor,
         drops=config.optimizer.schedule == "step",
     )
+
+
+def check_enough_tokens(config: DetectionConfig, data: CocoDetection, split: str) -> None:
+    """Refuse images with fewer tokens than the queries that a two-stage detector or RT-DETR takes from them.
+
+    The sizes are those of the annotations, after the transforms; images without a size are not checked. The padding of
+    a batch may add tokens, but need not.
+
+    Raises:
+        InputError: an image may have too few tokens.
+    """
+    model, transforms = config.model, config.data.transforms
+    two_stage = model.name == "deformable_detr" and model.deformable.two_stage
+    if not two_stage and model.name not in ("dino", "rtdetr", "rtdetrv2"):
+        return
+    further = model.groups.one_to_many.queries if split == "train" else 0
+    wanted, square = model.num_queries + further, transforms.square
+    sizes = _transformed_sizes(config, data, split)
+    found, (height, width) = min(((_num_tokens(config, size), size) for size in sizes), default=(wanted, (0, 0)))
+    if found < wanted:
+        setting = "square" if square else "short_sides" if split == "train" else "eval_short_side"
+        raise InputError(
+            f"{'model.deformable.two_stage=true' if two_stage else f'model.name={model.name}'} takes "
+            f"model.num_queries={model.num_queries} queries{f' and {further} of model.groups' if further else ''} from "
+            f"the tokens of an image: {sizes[height, width]} of data.{split}, resized to {width} x {height}, has only "
+            f"{found}: lower model.num_queries, or raise data.transforms.{setting}"
+        )
+
+
+def _transformed_sizes(config: DetectionConfig, data: CocoDetection, split: str) -> dict[tuple[int, int], str]:
+    """Return the sizes (height, width) with the fewest tokens after the transforms, each with its origin."""
+    transforms, augment = config.data.transforms, config.data.augment
+    training = split == "train"
+    sides = transforms.short_sides if training else [transforms.eval_short_side]
+    if transforms.square is not None:
+        sides = [transforms.square]
+    side = min([*sides, *(config.data.batch_sides if training else ())])
+    if transforms.square is not None:
+        return {(side, side): "an image"}
+    named = {size: f"an image of {size[1]} x {size[0]}" for size in data.sizes if size is not None and min(size) > 0}
+    if training and augment.iou_crop:  # their sides have shares of which one is up to twice the other
+        named |= {(2 * height, width): f"a crop of {text}" for (height, width), text in list(named.items())}
+        named |= {(height, 2 * width): f"a crop of {text}" for (height, width), text in list(named.items())}
+    sizes = {resized_size(*size, side, transforms.max_size, config.size_divisor): text for size, text in named.items()}
+    if training and transforms.random_crop and max(transforms.crop_short_sides) >= transforms.crop_min:
+        sizes.setdefault(resized_size(side, side, side, divisor=config.size_divisor), "a square crop")
+    elif training and (augment.iou_crop or augment.mosaic):
+        sizes.setdefault(resized_size(side, side, side, divisor=config.size_divisor), "a square crop or mosaic")
+    return sizes
+
+
+def _num_tokens(config: DetectionConfig, size: tuple[int, int]) -> int:
+    """Return the number of tokens of an image of that height and width, on all levels."""
+    return sum(math.prod(-(-side // stride) for side in size) for stride in config.model.all_strides)

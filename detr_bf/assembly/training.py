@@ -35,7 +35,7 @@ from detr_bf.files import cache_folder, check_weights
 from detr_bf.published import find_weights
 from detr_bf.sharing import is_shared, load_shared
 from detr_bf.structures import ClassMap
-from detr_bf.text import listed
+from detr_bf.text import counted, listed
 
 logger = logging.getLogger(__name__)
 
@@ -122,7 +122,24 @@ def changed_splits(
 
 
 def _counted(fingerprint: Mapping[str, Any]) -> str:
-    return f"{fingerprint.get('images')} images with {fingerprint.get('objects')} objects"
+    return f"{counted(fingerprint['images'], 'image')} with {counted(fingerprint['objects'], 'object')}"
+
+
+def warn_of_other_division(val: Mapping[str, Any], checkpoint: Checkpoint, source: Path) -> None:
+    """Log a warning if the validation images of divided data are not those of the training of the checkpoint.
+
+    Args:
+        val: fingerprint of the validation data.
+    """
+    before = (checkpoint.training or {}).get("data", {}).get("val", val)
+    if before["files"] != val["files"]:
+        logger.warning(
+            "data.val_fraction or data.folds leave other images for validation (%s) than when %s was trained (%s): it "
+            "may have been trained on some of them",
+            _counted(val),
+            source,
+            _counted(before),
+        )
 
 
 def _differences(trained: ClassMap, found: ClassMap) -> str:

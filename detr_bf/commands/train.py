@@ -107,7 +107,7 @@ def check(options: argparse.Namespace) -> int:
     task = task_of(config)
     task.check_settings()
     report = task.examine()
-    print(safe_message("\n".join(filter(None, (task.settings_text(), str(report))))))
+    print(safe_message("\n".join(filter(None, (str(report), task.settings_text())))))
     if report.errors:
         return 2
     if sheet is not None:

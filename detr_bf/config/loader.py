@@ -327,8 +327,8 @@ def parse_override(override: str) -> dict[str, Any]:
         raise InputError(f"override '{shown}' is not of the form key=value, such as train.epochs=12")
     try:
         node = _composed(value, f"override '{shown}'")
-        end = node.end_mark.index if isinstance(node, yaml.ScalarNode) else 0 if node is None else len(value)
-        if value[end:].strip():  # in the path "a #b" YAML would take #b for a comment
+        is_text = node is None or (isinstance(node, yaml.ScalarNode) and not node.style and node.tag.endswith(":str"))
+        if is_text and value[node.end_mark.index if node else 0 :].strip():  # YAML takes #b in "a #b" for a comment
             override = f"{key}={json.dumps(value.strip(), ensure_ascii=False)}"
         tree = OmegaConf.to_container(OmegaConf.from_dotlist([override]), resolve=False)
     except InputError:

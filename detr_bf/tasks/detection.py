@@ -22,6 +22,7 @@ from detr_bf.assembly.data import (
     build_loader,
     build_train_data,
     build_val_data,
+    check_enough_tokens,
     data_root,
     data_source,
     data_sources,
@@ -36,7 +37,14 @@ from detr_bf.assembly.model import (
     build_postprocess,
     device_of,
 )
-from detr_bf.assembly.training import build_groups, choose_grey_bits, epoch_batches, precision_of, read_initial_weights
+from detr_bf.assembly.training import (
+    build_groups,
+    choose_grey_bits,
+    epoch_batches,
+    precision_of,
+    read_initial_weights,
+    warn_of_other_division,
+)
 from detr_bf.config import DetectionConfig, config_from_dict, config_to_dict
 from detr_bf.data.batches import SameSizeBatches, SampleKey, aspect_buckets, derive_seed, object_features
 from detr_bf.data.checks.annotations import Report, examine
@@ -44,7 +52,7 @@ from detr_bf.data.checks.report import Split
 from detr_bf.data.checks.statistics import describe_splits
 from detr_bf.data.coco import CocoDetection, Source, check_annotations, read_annotations
 from detr_bf.data.columns import values_of
-from detr_bf.data.transforms import mixup, resized_size
+from detr_bf.data.transforms import mixup
 from detr_bf.detectors import Detector
 from detr_bf.engine import (
     Checkpoint,
@@ -373,6 +381,9 @@ def _weights_and_classes(config: DetectionConfig, source: Path) -> tuple[dict[st
         stored = config_from_dict(checkpoint.config, source=f"the config in {source}")
         if config.data.grey_bits is None and isinstance(stored, DetectionConfig):
             config.data.grey_bits = stored.data.grey_bits
+        if config.data.val_fraction or config.data.folds:
+            val = build_val_data(config, checkpoint.classes).fingerprint(quick=True)
+            warn_of_other_division(val, checkpoint, source)
         return checkpoint.weights, checkpoint.classes
     weights = read_initial_weights(source)
     if CLASS_BIAS not in weights:
@@ -391,60 +402,6 @@ def _weights_and_classes(config: DetectionConfig, source: Path) -> tuple[dict[st
     known = dict(zip(listed.category_ids, zip(listed.names, listed.is_thing, strict=True), strict=True))
     names, is_thing = zip(*(known.get(number, (f"id {number}", True)) for number in range(count)), strict=True)
     return weights, ClassMap(tuple(range(count)), names, is_thing)
-
-
-def check_enough_tokens(config: DetectionConfig, data: CocoDetection, split: str) -> None:
-    """Refuse images with fewer tokens than the queries that a two-stage detector or RT-DETR takes from them.
-
-    The sizes are those of the annotations, after the transforms; images without a size are not checked. The padding of
-    a batch may add tokens, but need not.
-
-    Raises:
-        InputError: an image may have too few tokens.
-    """
-    model, transforms = config.model, config.data.transforms
-    two_stage = model.name == "deformable_detr" and model.deformable.two_stage
-    if not two_stage and model.name not in ("dino", "rtdetr", "rtdetrv2"):
-        return
-    further = model.groups.one_to_many.queries if split == "train" else 0
-    wanted, square = model.num_queries + further, transforms.square
-    sizes = _transformed_sizes(config, data, split)
-    found, (height, width) = min(((_num_tokens(config, size), size) for size in sizes), default=(wanted, (0, 0)))
-    if found < wanted:
-        setting = "square" if square else "short_sides" if split == "train" else "eval_short_side"
-        raise InputError(
-            f"{'model.deformable.two_stage=true' if two_stage else f'model.name={model.name}'} takes "
-            f"model.num_queries={model.num_queries} queries{f' and {further} of model.groups' if further else ''} from "
-            f"the tokens of an image: {sizes[height, width]} of data.{split}, resized to {width} x {height}, has only "
-            f"{found}: lower model.num_queries, or raise data.transforms.{setting}"
-        )
-
-
-def _transformed_sizes(config: DetectionConfig, data: CocoDetection, split: str) -> dict[tuple[int, int], str]:
-    """Return the sizes (height, width) with the fewest tokens after the transforms, each with its origin."""
-    transforms, augment = config.data.transforms, config.data.augment
-    training = split == "train"
-    sides = transforms.short_sides if training else [transforms.eval_short_side]
-    if transforms.square is not None:
-        sides = [transforms.square]
-    side = min([*sides, *(config.data.batch_sides if training else ())])
-    if transforms.square is not None:
-        return {(side, side): "an image"}
-    named = {size: f"an image of {size[1]} x {size[0]}" for size in data.sizes if size is not None and min(size) > 0}
-    if training and augment.iou_crop:  # their sides have shares of which one is up to twice the other
-        named |= {(2 * height, width): f"a crop of {text}" for (height, width), text in list(named.items())}
-        named |= {(height, 2 * width): f"a crop of {text}" for (height, width), text in list(named.items())}
-    sizes = {resized_size(*size, side, transforms.max_size, config.size_divisor): text for size, text in named.items()}
-    if training and transforms.random_crop and max(transforms.crop_short_sides) >= transforms.crop_min:
-        sizes.setdefault(resized_size(side, side, side, divisor=config.size_divisor), "a square crop")
-    elif training and (augment.iou_crop or augment.mosaic):
-        sizes.setdefault(resized_size(side, side, side, divisor=config.size_divisor), "a square crop or mosaic")
-    return sizes
-
-
-def _num_tokens(config: DetectionConfig, size: tuple[int, int]) -> int:
-    """Return the number of tokens of an image of that height and width, on all levels."""
-    return sum(math.prod(-(-side // stride) for side in size) for stride in config.model.all_strides)
 
 
 def build_evaluation(

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from detr_bf.assembly import build_model
+from detr_bf.assembly.data import _num_tokens, check_enough_tokens
 from detr_bf.assembly.training import check_same_classes, learning_rate, metrics_log, warn_of_slow_average
 from detr_bf.config import ClassifierConfig, DetectionConfig, load_config
 from detr_bf.data.coco import CocoDetection
@@ -16,7 +17,6 @@ from detr_bf.engine import Checkpoint, RunFolder
 from detr_bf.engine.state import AveragedWeights
 from detr_bf.errors import InputError
 from detr_bf.structures import ClassMap
-from detr_bf.tasks.detection import _num_tokens, check_enough_tokens
 from tests.checkpoints import training
 
 FOLDER = RunFolder(Path("run"))

@@ -99,6 +99,9 @@ def test_a_run_is_not_resumed_with_validation_images_that_were_trained_on(
     said = capsys.readouterr().err
     assert "validation would use images that were trained on" in said
     assert "another output_dir" in said
+    for division, warned in ((given, True), (["data.val_fraction=0.25"], changed == "new images")):
+        main(["evaluate", str(tmp_path / "run"), *division])
+        assert ("it may have been trained on some of them" in capsys.readouterr().err) == warned
 
 
 def copied(root: Path, target: Path, folder: str = "") -> Path:
