@@ -60,6 +60,10 @@ def test_a_number_sign_in_an_override_begins_no_comment(given: str) -> None:
     assert load_config(None, [f"data.root={given}"]).data.root == given.strip("'")
 
 
+def test_a_comment_after_a_number_is_left_out() -> None:
+    assert load_config(None, ["train.epochs=3 # short"]).train.epochs == 3
+
+
 def test_several_bases_and_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RUNS", "/somewhere")
     (tmp_path / "a.yaml").write_text("seed: 1\ntrain: {epochs: 5}\n")
