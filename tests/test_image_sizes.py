@@ -22,7 +22,7 @@ from detr_bf.structures import Batch, Detections, Target
 pytestmark = pytest.mark.slow  # trains for minutes
 
 CROPS = ((92, 128), (128, 92))  # height, width; 92 is no multiple of 16, the coarsest stride of the demo
-COUNT = 400  # validation images, with both crops of each; the AP of half of them differs by up to 0.0053 between groupings
+COUNT = 400  # validation images, each with both crops; the AP of half of them differs by 0.0053 between groupings
 LEAST_VISIBLE = 0.3  # share of an object within a crop; the others are not counted
 TOLERANCE = 0.005  # of AP
 
