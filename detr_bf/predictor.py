@@ -9,17 +9,19 @@ import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeAlias, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from detr_bf.batchformer import BatchFormerV2
 from detr_bf.data.batches import SameSizeBatches
 from detr_bf.data.coco import CocoAnnotations, CocoDetection
 from detr_bf.data.images import MAX_PIXELS
-from detr_bf.data.inputs import ImageLike, check_batch_size, chunks, image_files, image_pixels, is_url
+from detr_bf.data.inputs import ImageLike, by_size, check_batch_size, chunks, image_files, image_pixels, is_url
 from detr_bf.data.loader import make_loader
 from detr_bf.data.transforms import SampleTransform, eval_sample
 from detr_bf.data.video import VideoFrame, read_frames
@@ -41,7 +43,7 @@ from detr_bf.postprocess import PanopticPostprocess, Postprocess
 from detr_bf.prediction import FramePrediction, PanopticPrediction, PictureList, Prediction, summary
 from detr_bf.progress import progress_bar
 from detr_bf.sharing import Origin, save_shared
-from detr_bf.structures import Batch, ClassMap, Detections, Outputs, Target
+from detr_bf.structures import Batch, ClassMap, Detections, Outputs, PanopticMap, Target
 from detr_bf.text import printable
 from detr_bf.tiling import check_tile, join_tiles, tiles_of
 from detr_bf.transformers_folder import write_transformers_folder
@@ -208,8 +210,12 @@ class Predictor:
         """Yield the panoptic maps of one batch."""
         if not images:
             return
-        batch = Batch.collate([self._sample(pixels, number) for number, _, pixels in images]).to(self.device)
-        maps = self.panoptic_postprocess(self._outputs(batch, call.half), batch.targets)
+
+        def maps_of(batch: Batch) -> list[PanopticMap]:
+            batch = batch.to(self.device)
+            return self.panoptic_postprocess(self._outputs(batch, call.half), batch.targets)
+
+        maps = by_size([self._sample(pixels, number) for number, _, pixels in images], maps_of, together=self._together)
         for each, image in zip(maps, images, strict=True):
             yield PanopticPrediction(**vars(each), **self._image_fields(image))
 
@@ -226,12 +232,11 @@ class Predictor:
     ) -> Iterator[Prediction]:
         """Detect in many images, one after the other, in their order; ``image_id`` is the index, from 0.
 
-        Batches pad smaller images, which moves scores and boxes (docs/inference.md): 1 is the exact choice.
-
         Args:
             images: images, or a folder: its image files and those of its subfolders, by name. Files of a folder that
                 cannot be read are left out, and listed in a warning at the end.
-            batch_size: images, or with ``tile`` parts, of a forward pass.
+            batch_size: images, or with ``tile`` parts, that are detected together. Those that are resized to one size
+                share a forward pass, so that no image is padded and none depends on the others.
             threshold, half, tile, bgr: see the class.
             device: where to compute, by default on the predictor's device; for another, a copy of the model is made
                 at the first call and kept.
@@ -534,7 +539,7 @@ class Predictor:
         found = (
             each.above(call.least)
             for batch in iter(lambda: list(islice(samples, call.batch_size)), [])
-            for each in self._detect(Batch.collate(batch), call.half)
+            for each in by_size(batch, partial(self._detect, half=call.half), together=self._together)
         )
         for image, size, places in zip(images, sizes, parts, strict=True):
             joined, fields = join_tiles([(place, next(found)) for place in places], size), self._image_fields(image)
@@ -573,6 +578,12 @@ class Predictor:
         with torch.autocast(self.device.type, precision, enabled=half):
             outputs: Outputs = self.model(batch)
         return outputs
+
+    @property
+    def _together(self) -> bool:
+        """True for a detector whose batch attention is on in evaluation: images of all sizes are in one batch."""
+        modules = self.model.modules() if isinstance(self.model, nn.Module) else ()
+        return any(isinstance(each, BatchFormerV2) and each.mode == "mini_batch_inference" for each in modules)
 
     def _sample(self, pixels: Tensor, index: int) -> tuple[Tensor, Target]:
         return eval_sample(self.transform, pixels, index)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
@@ -16,11 +17,11 @@ from PIL import Image
 from torch import nn
 
 from detr_bf.classification.predictor import ClassifierPredictor
-from detr_bf.data.inputs import image_pixels
+from detr_bf.data.inputs import by_size, image_pixels
 from detr_bf.errors import InputError
 from detr_bf.evaluation import ScoreThresholds
 from detr_bf.predictor import Predictor
-from detr_bf.structures import ClassMap, Detections
+from detr_bf.structures import Batch, ClassMap, Detections, Target
 
 PIXELS = torch.randint(256, (3, 4, 5), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
 ARRAY = PIXELS.permute(1, 2, 0).numpy()
@@ -367,3 +368,19 @@ class TestThresholds:
         for call in (lambda: predictor(PIXELS, threshold), lambda: predictor.predict([PIXELS], threshold=threshold)):
             with pytest.raises(InputError, match="a threshold must be a number from 0 to 1, or 'class'"):
                 call()
+
+
+@pytest.mark.parametrize(("together", "batches"), [(False, [(2, 32, 64), (1, 64, 32)]), (True, [(3, 64, 64)])])
+def test_images_of_one_size_are_computed_together(together: bool, batches: list[tuple[int, int, int]]) -> None:
+    samples = [
+        (torch.full((3, *size), number, dtype=torch.uint8), replace(Target.without_objects(), image_id=number))
+        for number, size in enumerate([(32, 64), (64, 32), (32, 64)])
+    ]
+    computed = []
+
+    def ids(batch: Batch) -> list[int]:
+        computed.append((len(batch.images), *batch.images.shape[-2:]))
+        return [target.image_id for target in batch.targets]
+
+    assert by_size(samples, ids, together=together) == [0, 1, 2]
+    assert computed == batches

@@ -128,11 +128,6 @@ def serve_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
         metavar="MS",
         help="milliseconds that an image waits for others while the model is idle (%(default)s)",
     )
-    parser.add_argument(
-        "--same-size",
-        action="store_true",
-        help="only images of one size share a pass, so that none is padded",
-    )
     parser.add_argument("--queue", type=int, default=64, metavar="N", help="most requests in work (%(default)s)")
     parser.add_argument("--max-bytes", type=int, default=2**24, metavar="N", help="of an image file (%(default)s)")
     parser.add_argument("--max-pixels", type=int, default=50_000_000, metavar="N", help="of an image (%(default)s)")

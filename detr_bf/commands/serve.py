@@ -35,7 +35,6 @@ def main(options: argparse.Namespace) -> int:
     limits = ServingOptions(
         batch_size=options.batch_size,
         max_wait=options.max_wait / 1000,
-        same_size=options.same_size,
         queue=options.queue,
         max_bytes=options.max_bytes,
         max_pixels=options.max_pixels,

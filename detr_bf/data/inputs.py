@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import urllib.request
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from http.client import HTTPException
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -27,7 +27,10 @@ from detr_bf.data.images import (
 )
 from detr_bf.errors import InputError
 from detr_bf.files import UNFINISHED, is_folder
+from detr_bf.structures import Batch, Target
 from detr_bf.text import printable
+
+_Result = TypeVar("_Result")
 
 # What is taken as an image; `image_pixels` has the exact rules.
 ImageLike: TypeAlias = str | Path | bytes | Tensor | NDArray[Any] | Image.Image
@@ -158,6 +161,27 @@ def chunks(images: Iterable[ImageLike], batch_size: int) -> Iterator[list[tuple[
         raise InputError(f"predict takes several images, and this is {described(images)}: call the predictor itself")
     numbered = enumerate(images)
     return iter(lambda: list(islice(numbered, batch_size)), [])
+
+
+def by_size(
+    samples: Sequence[tuple[Tensor, Target]], compute: Callable[[Batch], Sequence[_Result]], *, together: bool = False
+) -> list[_Result]:
+    """Return the result of each sample, computed in a batch with the others of its size.
+
+    In a batch of several sizes the smaller images would be padded, and convolutions see the padding.
+
+    Args:
+        samples: images (3, h, w) with their targets.
+        compute: returns the results of a batch, in order.
+        together: compute all samples in one batch.
+    """
+    places: dict[object, list[int]] = {}
+    for place, (image, _) in enumerate(samples):
+        places.setdefault(None if together else image.shape, []).append(place)
+    found: dict[int, _Result] = {}
+    for same in places.values():
+        found.update(zip(same, compute(Batch.collate([samples[place] for place in same])), strict=True))
+    return [found[place] for place in range(len(samples))]
 
 
 def _decoded(data: bytes, name: str, max_pixels: int, grey_bits: int | None) -> Tensor:

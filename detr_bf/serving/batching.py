@@ -35,7 +35,6 @@ class ServingOptions:
     Args:
         batch_size: largest number of images of a forward pass.
         max_wait: seconds that the first image of a batch waits for others while the model is idle.
-        same_size: only images of one size share a forward pass, so that none is padded.
         queue: largest number of requests in work, from the first byte of a request to its answer.
         max_bytes, max_pixels: of an image.
         timeout: seconds from the start of a request to its answer.
@@ -49,7 +48,6 @@ class ServingOptions:
 
     batch_size: int = 8
     max_wait: float = 0.005
-    same_size: bool = False
     queue: int = 64
     max_bytes: int = 2**24
     max_pixels: int = 50_000_000
@@ -249,11 +247,9 @@ class Batcher:
         return [job for job in batch if job.result.set_running_or_notify_cancel()]
 
     def _fitting(self) -> list[_Job]:
-        """Drop cancelled images, and return the first ones that can share a batch."""
+        """Drop cancelled images, and return the first ones for a batch."""
         self._jobs = deque(job for job in self._jobs if not job.result.cancelled())
-        size = self._jobs[0].pixels.shape if self._jobs else None
-        fitting = (job for job in self._jobs if not self.options.same_size or job.pixels.shape == size)
-        return list(islice(fitting, self.options.batch_size))
+        return list(islice(self._jobs, self.options.batch_size))
 
     @contextmanager
     def _in_model(self, images: int) -> Iterator[None]:

@@ -279,7 +279,9 @@ def camera(monkeypatch: pytest.MonkeyPatch) -> Iterator[Camera]:
 
 def slow(detector: Predictor, seconds: float, monkeypatch: pytest.MonkeyPatch) -> Predictor:
     detect: Callable[..., Any] = type(detector)._detect
-    monkeypatch.setattr(type(detector), "_detect", lambda *given: (time.sleep(seconds), detect(*given))[1])
+    monkeypatch.setattr(
+        type(detector), "_detect", lambda *given, **more: (time.sleep(seconds), detect(*given, **more))[1]
+    )
     return detector
 
 
