@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from PIL import Image
 
+from detr_bf.common.errors import InputError
+from detr_bf.common.files import write_json
 from detr_bf.engine import load_checkpoint
-from detr_bf.errors import InputError
-from detr_bf.files import write_json
 
 TRAIN_NET = Path(__file__).parent.parent / "tools" / "train_net.py"
 ONE, EVERY_ONE, LAUNCHER = "one rank", "all ranks", "launcher and all"
@@ -35,7 +35,7 @@ SAID = 3000  # last characters of the output of a run that are shown
 
 # a fork server with all imports done starts processes quickly
 _FORK = multiprocessing.get_context("forkserver")
-_FORK.set_forkserver_preload(["detr_bf.run", "attempts"])
+_FORK.set_forkserver_preload(["detr_bf.tasks.run", "attempts"])
 
 
 @dataclass(frozen=True)

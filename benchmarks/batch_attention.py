@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from detr_bf.batchformer import BatchFormerLayer
-from detr_bf.cli import run_tool
-from detr_bf.errors import InputError
+from detr_bf.common.errors import InputError
+from detr_bf.common.terminal import run_tool
 from detr_bf.ops import batch_attention_packed
 from operators import DTYPES, TOLERANCE, Comparison, Contestant, both_directions, measure, operator_parser, prepare
 

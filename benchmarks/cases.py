@@ -16,12 +16,12 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
 
 from detr_bf.assembly import build_criterion, build_groups, build_model
+from detr_bf.common.structures import Batch, Outputs, PaddedTargets, Target
+from detr_bf.common.timing import Seconds, alternate
 from detr_bf.config import DetectionConfig, load_config
 from detr_bf.detectors import Detector
 from detr_bf.engine import build_optimizer
 from detr_bf.losses import CrossEntropy, HungarianMatcher, Matches, SetCriterion
-from detr_bf.structures import Batch, Outputs, PaddedTargets, Target
-from detr_bf.timing import Seconds, alternate
 
 SEED = 0
 NUM_CLASSES = 80  # as COCO

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from detr_bf.errors import InputError
+from detr_bf.common.errors import InputError
+from detr_bf.common.timing import Spread
 from detr_bf.report import machine_info
-from detr_bf.timing import Spread
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 

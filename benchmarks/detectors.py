@@ -19,14 +19,15 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from cases import NUM_CLASSES, SEED, Preset, Setting, bytes_kept, make_batch, make_optimizer, training_step
 from command import CONFIGS, add_image_options, cells, check_rounds, circumstances, make_parser
-from detr_bf.assembly import build_criterion, build_model, device_of
-from detr_bf.cli import run_tool
+from detr_bf.assembly import build_criterion, build_model
+from detr_bf.common.devices import device_of
+from detr_bf.common.files import write_json
+from detr_bf.common.structures import Batch
+from detr_bf.common.terminal import run_tool
+from detr_bf.common.timing import Spread, paired_ratios
 from detr_bf.detectors import Detector
-from detr_bf.files import write_json
 from detr_bf.losses import SetCriterion
 from detr_bf.ops import onednn
-from detr_bf.structures import Batch
-from detr_bf.timing import Spread, paired_ratios
 
 BASELINE = "detr/detr_r50"
 RECIPES = (
@@ -98,7 +99,7 @@ def measure(recipe: str, options: argparse.Namespace) -> Iterator[Row]:
     models, steps, kept = {}, {}, {}
     for name, (path, override) in contestants.items():
         preset = Preset(options.height, options.width, options.batch_size, (override,), CONFIGS / f"{path}.yaml")
-        setting = Setting(preset, device_of(preset.config(f"device={options.device}")), options.rounds)
+        setting = Setting(preset, device_of(preset.config(f"device={options.device}").device), options.rounds)
         config = preset.config()
         torch.manual_seed(SEED)
         model = build_model(config, NUM_CLASSES).to(setting.device).train()

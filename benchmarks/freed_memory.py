@@ -3,9 +3,9 @@
 python benchmarks/freed_memory.py --rounds 3 --output benchmarks/results/freed_memory_cpu.json
 
 ``default`` is glibc's own choice, ``to 32 MiB`` what training starts with, ``all`` what inference has, and training
-where the memory holds twice its peak (``detr_bf.malloc``). Each measurement is a process of its own, the ways in turn,
-because blocks that one way has kept would serve the next. Time and page faults are those of the third call, ``peak`` is
-the resident memory of the process.
+where the memory holds twice its peak (``detr_bf.acceleration.allocator``). Each measurement is a process of its own,
+the ways in turn, because blocks that one way has kept would serve the next. Time and page faults are those of the third
+call, ``peak`` is the resident memory of the process.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ import torch
 
 from cases import NUM_CLASSES, Preset, Setting, make_batch
 from command import CONFIGS, cells, check_rounds, circumstances, make_parser
+from detr_bf.acceleration.allocator import keep_freed_memory
 from detr_bf.assembly import build_model
-from detr_bf.cli import run_tool
-from detr_bf.files import write_json
-from detr_bf.malloc import keep_freed_memory
-from detr_bf.timing import Spread, paired_ratios
+from detr_bf.common.files import write_json
+from detr_bf.common.terminal import run_tool
+from detr_bf.common.timing import Spread, paired_ratios
 from step import Step
 
 DEFAULT, SOME, ALL = "default", "to 32 MiB", "all"

@@ -26,12 +26,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from detr_bf.devices import float32_products
-from detr_bf.files import write_json
+from detr_bf.common.devices import float32_products
+from detr_bf.common.files import write_json
+from detr_bf.common.timing import Spread
 from detr_bf.ops import batch_attention_packed, library, ms_deform_attn
 from detr_bf.ops.build import digest_of_sources
 from detr_bf.report import machine_info
-from detr_bf.timing import Spread
 from ms_deform_attn import CHANNELS, HEADS, POINTS, SHAPES, STARTS, make_inputs, peers
 
 START = time.monotonic()
@@ -457,7 +457,7 @@ def setting_of(phase: Phase, name: str, size: str, images: int) -> Any:
     """Return images and recipe of a detector."""
     from cases import Preset, Setting
     from command import CONFIGS
-    from detr_bf.transformers_folder import transformers_library
+    from detr_bf.interop.transformers_folder import transformers_library
 
     transformers_library().utils.logging.disable_progress_bar()
     height, width = map(int, size.split("x"))

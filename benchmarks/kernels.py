@@ -15,12 +15,13 @@ import torch
 
 from cases import NUM_CLASSES, SEED, Preset, Setting, make_batch, make_optimizer, training_step
 from command import CONFIGS, add_image_options, cells, check_rounds, circumstances, make_parser
-from detr_bf.assembly import build_criterion, build_model, device_of
-from detr_bf.cli import run_tool
-from detr_bf.errors import InputError
-from detr_bf.files import write_json
+from detr_bf.assembly import build_criterion, build_model
+from detr_bf.common.devices import device_of
+from detr_bf.common.errors import InputError
+from detr_bf.common.files import write_json
+from detr_bf.common.terminal import run_tool
+from detr_bf.common.timing import Spread, paired_ratios
 from detr_bf.ops import library
-from detr_bf.timing import Spread, paired_ratios
 
 RECIPES = ("deformable_detr/deformable_detr_r50", "deformable_detr/deformable_detr_r50_bfv2", "detr/detr_r50_bfv2")
 
@@ -51,7 +52,7 @@ def run(options: argparse.Namespace) -> int:
 def measure(recipe: str, options: argparse.Namespace) -> dict[str, Spread]:
     """Return time with the references / time with the kernels, measured in turn with the same model."""
     preset = Preset(options.height, options.width, options.batch_size, (), CONFIGS / f"{recipe}.yaml")
-    setting = Setting(preset, device_of(preset.config(f"device={options.device}")), options.rounds)
+    setting = Setting(preset, device_of(preset.config(f"device={options.device}").device), options.rounds)
     if not library.compiled(setting.device):
         raise InputError(f"no compiled kernels on {setting.device}: {library.PROBLEMS[setting.device.type]}")
     torch.manual_seed(SEED)

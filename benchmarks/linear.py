@@ -16,8 +16,8 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from detr_bf.cli import run_tool
-from detr_bf.errors import InputError
+from detr_bf.common.errors import InputError
+from detr_bf.common.terminal import run_tool
 from detr_bf.ops import linear, onednn
 from operators import TOLERANCE, Comparison, Contestant, both_directions, measure, operator_parser, prepare
 

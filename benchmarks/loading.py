@@ -38,16 +38,16 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Subset
 from command import CONFIGS, cells, check_rounds, circumstances, make_parser
 from detr_bf.assembly.data import build_loader, build_train_data
 from detr_bf.backbones.backbone import MEAN, STD, normalize
-from detr_bf.cli import run_tool
+from detr_bf.common.errors import InputError
+from detr_bf.common.files import write_json
+from detr_bf.common.structures import Batch, ClassMap, Detections
+from detr_bf.common.terminal import run_tool
+from detr_bf.common.timing import Spread, alternate, paired_ratios
 from detr_bf.config import load_config
 from detr_bf.data.batches import EpochBatches
-from detr_bf.errors import InputError
 from detr_bf.evaluation import CocoEvaluator, to_coco_results
-from detr_bf.evaluation.errors import error_document, never_found
+from detr_bf.evaluation.error_types import error_document, never_found
 from detr_bf.evaluation.results import BOX_METRIC_NAMES
-from detr_bf.files import write_json
-from detr_bf.structures import Batch, ClassMap, Detections
-from detr_bf.timing import Spread, alternate, paired_ratios
 
 PYCOCOTOOLS, OURS, METRICS, ERRORS, DETR = "pycocotools", "ours", "metrics", "errors", "DETR"
 FIRST, NORMALISED = "ours, first", "ours, normalised"

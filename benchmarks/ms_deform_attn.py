@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from detr_bf.cli import run_tool
-from detr_bf.errors import InputError
+from detr_bf.common.errors import InputError
+from detr_bf.common.terminal import run_tool
 from detr_bf.ops import ms_deform_attn
 from detr_bf.ops.reference import ms_deform_attn_reference
 from operators import DTYPES, TOLERANCE, Comparison, Functions, measure, operator_parser, prepare

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from command import cells, check_rounds, circumstances, make_parser
-from detr_bf.errors import InputError
-from detr_bf.files import write_json
+from detr_bf.common.errors import InputError
+from detr_bf.common.files import write_json
+from detr_bf.common.timing import Seconds, Spread, alternate, paired_ratios
 from detr_bf.ops import library
-from detr_bf.timing import Seconds, Spread, alternate, paired_ratios
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of mallopt, in glibc's malloc.h

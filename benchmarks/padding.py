@@ -23,14 +23,14 @@ from torchvision.tv_tensors import BoundingBoxes, BoundingBoxFormat, Image
 from tqdm import tqdm
 
 from command import circumstances
-from detr_bf.cli import run_tool
+from detr_bf.common.errors import InputError
+from detr_bf.common.files import write_json
+from detr_bf.common.terminal import run_tool
+from detr_bf.common.timing import Spread
 from detr_bf.config import load_config
 from detr_bf.data.batches import EpochBatches, aspect_buckets, derive_seed
 from detr_bf.data.coco import annotated_size
 from detr_bf.data.transforms import Sample, SampleTransform, train_transform
-from detr_bf.errors import InputError
-from detr_bf.files import write_json
-from detr_bf.timing import Spread
 
 RECORD = Path(__file__).parent / "results" / "padding.json"
 

@@ -30,19 +30,20 @@ from torch import Tensor, nn
 
 from cases import NUM_CLASSES, SEED, Preset, Setting, make_batch, make_optimizer, training_step
 from command import CONFIGS, cells, check_rounds, circumstances, make_parser
-from detr_bf.assembly import build_criterion, build_model, device_of
+from detr_bf.acceleration.allocator import keep_freed_memory
+from detr_bf.assembly import build_criterion, build_model
 from detr_bf.assembly.model import build_postprocess
 from detr_bf.backbones.backbone import normalize
-from detr_bf.cli import run_tool
+from detr_bf.common.devices import device_of
+from detr_bf.common.files import write_json
+from detr_bf.common.structures import Batch, ClassMap, Outputs
+from detr_bf.common.terminal import run_tool
+from detr_bf.common.timing import Spread, paired_ratios
 from detr_bf.config import DetectionConfig, config_to_dict
 from detr_bf.detectors import Detector
 from detr_bf.export import Exported, Form, OnnxDetector, export_detector
-from detr_bf.files import write_json
+from detr_bf.interop.transformers_folder import in_order_of, transformers_library, write_transformers_folder
 from detr_bf.losses import SetCriterion
-from detr_bf.malloc import keep_freed_memory
-from detr_bf.structures import Batch, ClassMap, Outputs
-from detr_bf.timing import Spread, paired_ratios
-from detr_bf.transformers_folder import in_order_of, transformers_library, write_transformers_folder
 from step import Step
 
 TRAINED = ("detr_r50", "conditional_detr_r50", "deformable_detr_r50")  # one loss in both libraries
@@ -119,7 +120,7 @@ def settings(
         height, width = map(int, size.split("x"))
         preset = Preset(height, width, batch_size, (f"device={options.device}", *options.overrides, *overrides), recipe)
         title = f"{name}, {height} x {width}" + (f", B = {batch_size}" if step else "")
-        yield title, Setting(preset, device_of(preset.config()), options.rounds)
+        yield title, Setting(preset, device_of(preset.config().device), options.rounds)
 
 
 def random_model(config: DetectionConfig) -> Detector:

@@ -28,12 +28,12 @@ from torch.profiler import ProfilerActivity, profile
 
 from cases import NUM_CLASSES, SEED, Preset, Setting, make_batch, make_optimizer, training_step
 from command import CONFIGS, check_rounds, circumstances, make_parser
+from detr_bf.acceleration.allocator import keep_freed_memory
 from detr_bf.assembly import build_criterion, build_model
-from detr_bf.cli import run_tool
-from detr_bf.files import write_json
-from detr_bf.malloc import keep_freed_memory
+from detr_bf.common.files import write_json
+from detr_bf.common.terminal import run_tool
+from detr_bf.common.timing import Spread, paired_ratios
 from detr_bf.planning import Gpu, trace
-from detr_bf.timing import Spread, paired_ratios
 
 BASELINE = "detr/detr_r50"
 OFF, ON = "batch_former.enabled=false", "batch_former.enabled=true"

@@ -19,17 +19,18 @@ from torch import Tensor, nn
 
 from cases import SEED
 from command import check_rounds, circumstances, make_parser
-from detr_bf.assembly import device_of
-from detr_bf.assembly.classification import build_classifier, build_classifier_criterion, image_optimizer
-from detr_bf.assembly.classifier_data import build_mix
 from detr_bf.assembly.model import accelerate
 from detr_bf.assembly.training import PRECISIONS
+from detr_bf.classification.assembly import build_classifier, build_classifier_criterion, image_optimizer
+from detr_bf.classification.assembly_data import build_mix
 from detr_bf.classification.batch import ClassTargets, LabelledImages
-from detr_bf.cli import run_tool
-from detr_bf.config import ClassifierConfig, load_config
+from detr_bf.classification.config import ClassifierConfig
+from detr_bf.common.devices import device_of
+from detr_bf.common.files import write_json
+from detr_bf.common.terminal import run_tool
+from detr_bf.common.timing import Seconds, Spread, alternate, paired_ratios
+from detr_bf.config import load_config
 from detr_bf.engine import TrainingStep
-from detr_bf.files import write_json
-from detr_bf.timing import Seconds, Spread, alternate, paired_ratios
 
 NUM_CLASSES = 1000  # as ImageNet
 DEFAULTS = {"cpu": ("deit_tiny_patch16_224", 4), "cuda": ("deit_small_patch16_224", 64)}  # model, images
@@ -110,7 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run(options: argparse.Namespace) -> int:
     """Measure; print and write row by row, so that an interruption keeps finished rows."""
     check_rounds(options.rounds)
-    kind = device_of(load_config(None, [f"device={options.device}"], task="classification")).type
+    kind = device_of(load_config(None, [f"device={options.device}"], task="classification").device).type
     model, batch_size = DEFAULTS[kind]
     options.model = options.model or model
     options.batch_size = batch_size if options.batch_size is None else options.batch_size
@@ -162,7 +163,7 @@ def make_network(config: ClassifierConfig) -> nn.Module:
     torch.manual_seed(SEED)
     network = build_classifier(config, NUM_CLASSES)
     accelerate(network, config)
-    return network.to(device_of(config))
+    return network.to(device_of(config.device))
 
 
 def make_batch(config: ClassifierConfig) -> LabelledImages:
@@ -170,14 +171,14 @@ def make_batch(config: ClassifierConfig) -> LabelledImages:
     generator, size, images = torch.Generator().manual_seed(SEED), config.data.transforms.size, config.train.batch_size
     pixels = torch.randn(images, 3, size, size, generator=generator)
     labels = torch.randint(NUM_CLASSES, (images,), generator=generator)
-    return LabelledImages(pixels, ClassTargets(labels), torch.arange(images)).to(device_of(config))
+    return LabelledImages(pixels, ClassTargets(labels), torch.arange(images)).to(device_of(config.device))
 
 
 class Step:
     """A training step as in the trainer; the batch is mixed again in each step."""
 
     def __init__(self, config: ClassifierConfig) -> None:
-        self.device = device_of(config)
+        self.device = device_of(config.device)
         self.network = make_network(config).train()
         criterion = build_classifier_criterion(config, self.network, [1] * NUM_CLASSES).to(self.device)
         self.step = TrainingStep(self.network, criterion, self.device, PRECISIONS[config.train.precision])
@@ -203,7 +204,7 @@ class Evaluation:
     """The forward pass in evaluation."""
 
     def __init__(self, config: ClassifierConfig) -> None:
-        self.device = device_of(config)
+        self.device = device_of(config.device)
         self.network = make_network(config).eval()
         self.precision = PRECISIONS[config.train.precision]
         self.images = make_batch(config).images

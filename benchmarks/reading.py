@@ -27,15 +27,15 @@ from typing import Any
 import numpy as np
 
 from command import check_rounds, circumstances, make_parser
-from detr_bf.cli import run_tool
+from detr_bf.common.errors import InputError
+from detr_bf.common.files import write_json
+from detr_bf.common.terminal import run_tool
+from detr_bf.common.timing import Spread
 from detr_bf.data import coco
 from detr_bf.data.checks.annotations import CHECKS
 from detr_bf.data.checks.report import Split
 from detr_bf.data.coco import CocoDetection, read_annotations
 from detr_bf.data.transforms import eval_transform
-from detr_bf.errors import InputError
-from detr_bf.files import write_json
-from detr_bf.timing import Spread
 
 WAYS = ("objects", "columns", "cache")
 CLASSES = 365

@@ -25,12 +25,12 @@ from cases import (
     measure_training,
 )
 from command import check_rounds, make_parser
-from detr_bf.assembly import device_of
-from detr_bf.cli import run_tool
+from detr_bf.common.devices import device_of
+from detr_bf.common.files import write_json
+from detr_bf.common.terminal import run_tool
+from detr_bf.common.timing import Spread, paired_ratios
 from detr_bf.config import config_to_dict
-from detr_bf.files import write_json
 from detr_bf.report import machine_info
-from detr_bf.timing import Spread, paired_ratios
 
 CPU_NOTE = "times on a CPU may be disturbed by other work; compare the ratios, which are taken within rounds"
 
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run(preset: str, device: str, rounds: int, output: Path | None) -> int:
     """Measure, print and write; return 1 if a check fails."""
     check_rounds(rounds)
-    setting = Setting(PRESETS[preset], device_of(PRESETS[preset].config(f"device={device}")), rounds)
+    setting = Setting(PRESETS[preset], device_of(PRESETS[preset].config(f"device={device}").device), rounds)
     print(
         f"preset {preset}, {rounds} rounds, device {setting.device}, {torch.get_num_threads()} CPU threads, "
         f"torch {torch.__version__}"

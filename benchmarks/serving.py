@@ -38,14 +38,14 @@ import torch
 from PIL import Image
 
 from command import circumstances
-from detr_bf.cli import run_tool
+from detr_bf.common.errors import InputError
+from detr_bf.common.files import write_json
+from detr_bf.common.structures import ClassMap
+from detr_bf.common.terminal import run_tool
+from detr_bf.common.text import printable
 from detr_bf.config import config_to_dict, packaged_configs
 from detr_bf.engine import Checkpoint
-from detr_bf.errors import InputError
-from detr_bf.files import write_json
-from detr_bf.models import create_model, recipe_config
-from detr_bf.structures import ClassMap
-from detr_bf.text import printable
+from detr_bf.inference.loading import create_model, recipe_config
 
 CLASSES = ClassMap(tuple(range(1, 11)), tuple(f"class {number}" for number in range(1, 11)))
 LIMIT = 120.0  # seconds of a request or of the start of the server

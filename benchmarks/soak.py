@@ -38,9 +38,9 @@ from attempts import (
     phase_of_a_kill,
 )
 from command import circumstances
-from detr_bf.cli import run_tool
-from detr_bf.errors import InputError
-from detr_bf.files import write_json
+from detr_bf.common.errors import InputError
+from detr_bf.common.files import write_json
+from detr_bf.common.terminal import run_tool
 
 EARLY = 0.25  # share of the kills that may happen while a run is starting
 LEAST = 0.6  # least share of a run's time assumed to be left, so that some attempts reach the end

@@ -23,15 +23,16 @@ from torch import Tensor, nn
 
 from cases import NUM_CLASSES, PRESETS, SEED, Preset, Setting, bytes_kept, make_batch, make_optimizer
 from command import CONFIGS, cells, check_rounds, circumstances, make_parser
-from detr_bf.assembly import build_criterion, build_model, device_of
+from detr_bf.assembly import build_criterion, build_model
 from detr_bf.assembly.model import accelerate
-from detr_bf.cli import run_tool
+from detr_bf.common.devices import device_of
+from detr_bf.common.errors import InputError
+from detr_bf.common.files import write_json
+from detr_bf.common.terminal import run_tool
+from detr_bf.common.timing import Spread, paired_ratios
 from detr_bf.config import DetectionConfig
 from detr_bf.detectors import Detector
-from detr_bf.errors import InputError
-from detr_bf.files import write_json
 from detr_bf.losses import HungarianMatcher, SetCriterion
-from detr_bf.timing import Spread, paired_ratios
 from detr_bf.transformer import Encoder
 
 SMALL = "small"
@@ -153,7 +154,7 @@ def make_setting(options: argparse.Namespace, batch_size: int) -> Setting:
         raise InputError(
             f"--recipe {options.recipe} has model.masks=true, but the images of this benchmark have no masks"
         )
-    return Setting(preset, device_of(config), options.rounds)
+    return Setting(preset, device_of(config.device), options.rounds)
 
 
 def within_memory(measured: Callable[[], list[R]], device: torch.device) -> list[R] | None:

@@ -22,10 +22,10 @@ import torch
 
 from cases import Preset, Setting
 from command import CONFIGS, cells, check_rounds, circumstances, make_parser
-from detr_bf.cli import run_tool
-from detr_bf.errors import InputError
-from detr_bf.files import write_json
-from detr_bf.timing import Spread, alternate, paired_ratios
+from detr_bf.common.errors import InputError
+from detr_bf.common.files import write_json
+from detr_bf.common.terminal import run_tool
+from detr_bf.common.timing import Spread, alternate, paired_ratios
 from step import Step
 
 DEFAULT = "default"

@@ -9,13 +9,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from detr_bf.classification.predictor import ClassifierPredictor
-    from detr_bf.extensions import use_plugins
-    from detr_bf.finetuning import finetune
-    from detr_bf.models import create_model, list_models, load, load_classifier
-    from detr_bf.prediction import Prediction
-    from detr_bf.predictor import Predictor
-    from detr_bf.published import list_weights
+    from detr_bf.common.extensions import use_plugins
+    from detr_bf.inference.classifier import ClassifierPredictor
+    from detr_bf.inference.finetuning import finetune
+    from detr_bf.inference.loading import create_model, list_models, load, load_classifier
+    from detr_bf.inference.prediction import Prediction
+    from detr_bf.inference.predictor import Predictor
+    from detr_bf.interop.published import list_weights
 
 __all__ = [
     "ClassifierPredictor",
@@ -32,19 +32,19 @@ __all__ = [
 __version__ = "0.1.0"
 
 _MODULES = {
-    "ClassifierPredictor": "detr_bf.classification.predictor",
-    "Prediction": "detr_bf.prediction",
-    "Predictor": "detr_bf.predictor",
-    "finetune": "detr_bf.finetuning",
-    "list_weights": "detr_bf.published",
-    "use_plugins": "detr_bf.extensions",
+    "ClassifierPredictor": "detr_bf.inference.classifier",
+    "Prediction": "detr_bf.inference.prediction",
+    "Predictor": "detr_bf.inference.predictor",
+    "finetune": "detr_bf.inference.finetuning",
+    "list_weights": "detr_bf.interop.published",
+    "use_plugins": "detr_bf.common.extensions",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'detr_bf' has no attribute '{name}'")
-    return getattr(import_module(_MODULES.get(name, "detr_bf.models")), name)
+    return getattr(import_module(_MODULES.get(name, "detr_bf.inference.loading")), name)
 
 
 def __dir__() -> list[str]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import detr_bf
-import detr_bf.config
+from detr_bf.config import schema_of
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -77,7 +77,7 @@ def _expand(app: Any, name: str, source: list[str]) -> None:
 
     source[0] = re.sub(
         r"<!-- settings: (\w+) -->",
-        lambda match: settings_tables.markdown(getattr(detr_bf.config, match[1])),
+        lambda match: settings_tables.markdown(schema_of(match[1])),
         source[0],
     )
     source[0] = re.sub(

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from detr_bf import distributed
+from detr_bf.common import distributed
 
 # forking a server that has imported torch is faster than starting Python
 _SPAWN = multiprocessing.get_context("forkserver")

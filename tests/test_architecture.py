@@ -1,12 +1,12 @@
-"""Allowed imports between the packages of ``detr_bf``, and the longest functions and files.
+"""Imports between the folders of ``detr_bf`` point down, and functions and files are short.
 
-A package here is a module or package directly under ``detr_bf``, or one of ``NESTED``. Imports point down only; a
-package missing from the table fails.
+``python tests/test_architecture.py`` prints the numbers of the graph of folders and of the reading paths.
 """
 
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -16,129 +16,51 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "detr_bf"
 OUTSIDE = {"tools", "tests", "benchmarks"}  # they import the package, never the reverse
 
-GROUND = {
-    "errors",
-    "text",
-    "extensions",
-    "devices",
-    "distributed",
-    "structures",
-    "files",
-    "boxes",
-    "progress",
-    "malloc",
-}
-MODEL = {"ops", "batchformer", "layers", "backbones", "transformer", "detectors"}
-WORK = {"losses", "data", "postprocess", "evaluation", "report"}
-
-# From the bottom up. Only `assembly` turns configs into objects; nothing below it knows foreign checkpoints.
-ALLOWED: dict[str, set[str]] = {
-    "errors": set(),
-    "text": set(),
-    "extensions": {"errors", "text"},
-    "devices": set(),
-    "distributed": {"errors", "text"},
-    "structures": {"errors", "text"},
-    "files": {"errors", "text"},
-    "boxes": {"errors", "text"},
-    "progress": {"distributed", "text"},
-    "timing": set(),
-    "malloc": set(),
-    "cli": {"errors", "text", "distributed", "progress"},
-    "config": {"errors", "text", "extensions"},  # and no torch
-    "ops": set(),  # outside the folder of the package, torch only
-    "batchformer": {"errors", "extensions", "distributed", "structures", "ops"},
-    "layers": {"devices", "errors", "ops"},
-    "downloads": {"errors", "text", "files", "progress"},
-    "hub": {"errors", "text"},
-    "published": {"errors", "text", "files", "downloads", "hub"},
-    "backbones": {"errors", "text", "structures", "files", "layers"},
-    "transformer": {"devices", "errors", "structures", "boxes", "batchformer", "layers"},
-    "detectors": {
-        "devices",
-        "errors",
-        "structures",
-        "boxes",
-        "ops",
-        "batchformer",
-        "layers",
-        "backbones",
-        "transformer",
-    },
-    "losses": {"devices", "errors", "extensions", "distributed", "structures", "boxes"},
-    "plugins": {
-        "devices",
-        "errors",
-        "distributed",
-        "structures",
-        "ops",
-        "batchformer",
-        "layers",
-        "transformer",
-        "losses",
-    },
-    "data": GROUND,
-    "postprocess": {
-        "errors",
-        "distributed",
-        "structures",
-        "boxes",
-        "losses",
-    },  # reading of scores depends on the classification loss
-    "evaluation": GROUND | {"data", "postprocess"},
-    "report": GROUND | {"config", "data", "postprocess", "evaluation"},  # it describes the config of a finished run
-    "engine": GROUND | MODEL | WORK,
-    "interop": {"errors", "text", "structures", "files"},
-    "prediction": GROUND | WORK,
-    "tiling": GROUND | WORK,
-    "sharing": GROUND | WORK | {"engine", "interop"},
-    "transformers_folder": GROUND | MODEL | {"interop"},
-    "export": GROUND | MODEL | WORK | {"sharing"},
-    "predictor": GROUND | MODEL | WORK | {"prediction", "tiling", "sharing", "hub", "transformers_folder", "export"},
-    "serving": {"errors", "text", "data", "prediction", "predictor"},
-    "classification": GROUND | MODEL | WORK | {"plugins", "config", "engine", "predictor", "prediction"},
-    "assembly": GROUND
-    | MODEL
-    | WORK
-    | {"plugins", "classification", "config", "engine", "interop"}
-    | {"published", "sharing"},
-    "exported_predictor": GROUND | WORK | {"config", "assembly", "export", "predictor"},
-    "conversion": {"errors", "files", "structures", "interop"},
-    "planning": GROUND | MODEL | WORK | {"config", "engine", "interop", "assembly"},
-    "tasks": GROUND
-    | MODEL
-    | WORK
-    | {"plugins", "classification", "config", "engine", "interop", "assembly", "conversion", "predictor", "sharing"}
-    | {"planning"},
-    "replay": {"errors", "text", "devices", "config", "engine", "assembly", "tasks"},
-    "run": {"errors", "text", "distributed", "files", "progress", "config", "engine", "report", "assembly", "tasks"}
-    | {"devices", "published", "malloc"},
-    "analysis": GROUND | MODEL | WORK | {"plugins", "classification", "config", "engine", "assembly", "tasks"},
-    "comparison": GROUND | {"config", "data", "evaluation", "report", "engine", "tasks"},
-    "models": {"errors", "text", "config", "data", "detectors", "engine", "assembly", "predictor", "sharing", "tasks"}
-    | {"classification", "files", "hub", "interop", "published", "transformers_folder", "export", "exported_predictor"},
-    "finetuning": {"errors", "text", "config", "data", "assembly", "models", "predictor", "progress", "run", "tasks"},
-    "commands": GROUND
-    | WORK
-    | {"cli", "plugins", "classification", "config", "engine", "interop", "assembly", "conversion", "predictor"}
-    | {"prediction", "tasks", "replay", "run", "planning", "analysis", "comparison", "models", "tiling"}
-    | {"finetuning", "hub", "published", "serving", "export", "exported_predictor", "timing"},
-    "__init__": {
-        "models",
-        "predictor",
-        "prediction",
-        "finetuning",
-        "classification",
-        "published",
-        "extensions",
-    },  # the public names, imported on first use
-    "__main__": {"commands"},
-    "interop/detectron2": GROUND
-    | MODEL
-    | WORK
-    | {"cli", "config", "engine", "interop", "assembly", "models"},  # no other package may import it
-}
-NESTED = {"interop/detectron2"}
+# Folders from the bottom up: each may import those before it. A folder within another stands on its own.
+ORDER = (
+    "ops",  # outside the folder of the package
+    "common",
+    "acceleration",
+    "config",
+    "batchformer",
+    "losses",
+    "data",
+    "data/samples",
+    "data/checks",
+    "data/formats",
+    "evaluation",
+    "report",
+    "transformer",
+    "backbones",
+    "detectors",
+    "plugins",
+    "engine",
+    "interop",
+    "export",
+    "assembly",  # the only one that turns configs of detectors into objects
+    "planning",
+    "tasks",
+    "classification",  # a detector's run imports nothing of it
+    "inference",
+    "comparison",
+    "analysis",
+    "commands",
+    "detectron2",
+    "__init__",  # the public names, imported on first use
+    "__main__",
+)
+MODEL = {"batchformer", "losses", "transformer", "backbones", "detectors", "plugins"}
+# What a folder may not import although it is below: a model takes arguments, no configs, and knows no files of others.
+APART = {
+    "ops": {"common"},
+    "config": {"acceleration"},
+    "losses": {"batchformer", "config"},
+    "data": {"config", "batchformer", "losses", "ops"},
+    "evaluation": {"config", "batchformer", "ops"},
+    "engine": {"config", "report", "data/formats", "data/samples"},
+    "interop": {"config", "engine", "assembly"},
+    "detectron2": {"commands", "analysis", "comparison"},
+} | {name: {"config", "data", "data/checks", "data/formats", "data/samples", "evaluation", "report"} for name in MODEL}
 FORBIDDEN_LIBRARIES = {"config": {"torch", "torchvision", "timm"}}
 
 MAX_FUNCTION_LINES = 60
@@ -156,18 +78,21 @@ def imported_names(source: str, package: str) -> Iterator[tuple[int, str]]:
             yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
 
 
-def package_of(parts: Sequence[str]) -> str:
-    """Return the package of a module, given by its folders and its name below ``detr_bf``."""
-    deeper = "/".join(parts[:2])
-    return deeper if deeper in NESTED else parts[0]
+def folder_of(parts: Sequence[str]) -> str:
+    """Return the folder of a module or a name, given by its parts below ``detr_bf``, as in :data:`ORDER`."""
+    nested = "/".join(parts[:2])
+    return nested if nested in ORDER else parts[0]
 
 
 def forbidden_imports(source: str, path: str) -> list[str]:
     """Report each import that ``path`` (relative to the package, ``data/coco.py``) may not have."""
     parts = Path(path).with_suffix("").parts
-    owner, package = package_of(parts), ".".join(("detr_bf", *parts[:-1]))
-    if owner not in ALLOWED:
-        return [f"detr_bf/{path}: the package '{owner}' has no line in ALLOWED of tests/test_architecture.py: add one"]
+    owner, package = folder_of(parts), ".".join(("detr_bf", *parts[:-1]))
+    if owner not in ORDER or (len(parts) == 1 and not owner.startswith("__")):
+        return [f"detr_bf/{path}: '{owner}' is no folder of ORDER in tests/test_architecture.py"]
+    if len(parts) > 2 and "/".join(parts[:2]) not in ORDER:
+        return [f"detr_bf/{path}: the folder has no line in ORDER of tests/test_architecture.py"]
+    below = {*ORDER[: ORDER.index(owner)]} - APART.get(owner, set())
     found = []
     for line, name in imported_names(source, package):
         top, *rest = name.split(".")
@@ -176,9 +101,8 @@ def forbidden_imports(source: str, path: str) -> list[str]:
             found.append(f"{where}: the package must not import {top}")
         elif top in FORBIDDEN_LIBRARIES.get(owner, ()):
             found.append(f"{where}: '{owner}' must work without {top}")
-        elif top == "detr_bf" and (not rest or package_of(rest) not in ALLOWED[owner] | {owner}):
-            allowed = ", ".join(sorted(ALLOWED[owner])) or "nothing of ours"
-            found.append(f"{where}: '{owner}' must not import {name}; it may import {allowed}")
+        elif top == "detr_bf" and (not rest or folder_of(rest) not in below | {owner}):
+            found.append(f"{where}: '{owner}' must not import {name}")
     return found
 
 
@@ -201,7 +125,7 @@ def python_files(*folders: Path) -> list[Path]:
 def test_imports_point_down() -> None:
     files = [(path, path.relative_to(PACKAGE).as_posix()) for path in python_files(PACKAGE)]
     files += [(path, path.relative_to(ROOT).as_posix()) for path in python_files(ROOT / "ops")]  # detr_bf.ops
-    assert {"structures.py", "ops/library.py"} <= {name for _, name in files}
+    assert {"common/structures.py", "ops/library.py"} <= {name for _, name in files}
     faults = [fault for path, name in files for fault in forbidden_imports(path.read_text(encoding="utf-8"), name)]
     assert not faults, "imports must point down (CONTRIBUTING.md):\n" + "\n".join(faults)
 
@@ -254,28 +178,51 @@ def test_functions_and_files_are_short() -> None:
     assert not faults, "split what does more than one thing:\n" + "\n".join(faults)
 
 
-def test_the_table_has_no_cycle() -> None:
-    order = list(ALLOWED)
-    for owner, below in ALLOWED.items():
-        assert below <= set(order[: order.index(owner)]), (
-            f"'{owner}' may only import packages that stand above it in ALLOWED"
-        )
+def folder_graph() -> dict[str, set[str]]:
+    """Map each folder to those that a file of it imports, in functions and for types as well."""
+    graph: dict[str, set[str]] = {}
+    for path in [*python_files(PACKAGE), *python_files(ROOT / "ops")]:
+        parts = path.relative_to(PACKAGE if path.is_relative_to(PACKAGE) else ROOT).with_suffix("").parts
+        names = imported_names(path.read_text(encoding="utf-8"), ".".join(("detr_bf", *parts[:-1])))
+        below = {folder_of(name.split(".")[1:]) for _, name in names if name.startswith("detr_bf.")}
+        graph.setdefault(folder_of(parts), set()).update(below - {folder_of(parts), "configs"})
+    return graph
+
+
+def levels(graph: dict[str, set[str]]) -> dict[str, int]:
+    """Return the length of the longest chain of imports below each folder of a graph without circles."""
+    found: dict[str, int] = {}
+    for name in ORDER:
+        found[name] = 1 + max((found[below] for below in graph.get(name, ())), default=0)
+    return found
+
+
+def test_the_graph_of_folders_is_flat() -> None:
+    graph = folder_graph()
+    assert set(graph) == set(ORDER), "every folder has its line in ORDER, and no other"
+    assert len(ORDER) <= 32
+    assert max(levels(graph).values()) <= 13
+    assert [path.stem for path in PACKAGE.glob("*.py")].count("__init__") == 1
+    assert len(list(PACKAGE.glob("*.py"))) <= 3
 
 
 @pytest.mark.parametrize(
     ("path", "source", "culprit"),
     [
         ("losses/matcher.py", "from detr_bf.engine.loop import train", "detr_bf.engine.loop.train"),
-        ("layers/mlp.py", "from ..structures import Batch", "detr_bf.structures.Batch"),
+        ("transformer/mlp.py", "from ..data import images", "detr_bf.data.images"),
         ("engine/loop.py", "import detr_bf.assembly as b", "detr_bf.assembly"),
         ("engine/loop.py", "def f():\n    from detr_bf import config", "detr_bf.config"),
-        ("postprocess.py", "import detr_bf", "detr_bf"),
+        ("losses/postprocess.py", "import detr_bf", "detr_bf"),
         ("data/coco.py", "import os, tools.train_net", "tools"),
         ("config/detection.py", "import torch.nn as nn", "torch"),
         ("novelty/x.py", "import os", "novelty"),
-        ("assembly/run.py", "from detr_bf.interop.detectron2 import recipe", "detr_bf.interop.detectron2.recipe"),
-        ("interop/formats.py", "import detr_bf.interop.detectron2.config", "detr_bf.interop.detectron2.config"),
-        ("interop/detectron2/x.py", "from detr_bf.run import train", "detr_bf.run.train"),
+        ("novelty.py", "import os", "novelty"),
+        ("data/novelty/x.py", "import os", "data/novelty"),
+        ("data/coco.py", "from detr_bf.data.formats import voc", "detr_bf.data.formats.voc"),
+        ("assembly/run.py", "from detr_bf.detectron2 import recipe", "detr_bf.detectron2.recipe"),
+        ("tasks/x.py", "def f():\n    import detr_bf.classification.task", "detr_bf.classification.task"),
+        ("detectron2/x.py", "from detr_bf.commands import main", "detr_bf.commands.main"),
     ],
 )
 def test_a_forbidden_import_is_found(path: str, source: str, culprit: str) -> None:
@@ -287,14 +234,14 @@ def test_a_forbidden_import_is_found(path: str, source: str, culprit: str) -> No
 def test_allowed_imports_pass() -> None:
     source = (
         "import torch\n"
-        "from detr_bf import boxes\n"
+        "from detr_bf.common import boxes\n"
         "from detr_bf.losses.giou import giou_loss\n"
         "from .matcher import match\n"
-        "from ..structures import Target\n"
+        "from ..common.structures import Target\n"
         "import torchdetr_bf\n"
     )
     assert forbidden_imports(source, "losses/set_criterion.py") == []
-    assert forbidden_imports("from .engine import x", "postprocess.py") != []
+    assert forbidden_imports("from ..engine import x", "losses/postprocess.py") != []
 
 
 def test_long_code_is_found() -> None:
@@ -348,3 +295,27 @@ def test_public_names_are_unique() -> None:
                     owners.setdefault(name, set()).add(path.relative_to(ROOT).as_posix())
     assert len(owners) > 500
     assert not {name: sorted(paths) for name, paths in owners.items() if len(paths) > 1}
+
+
+def reading_paths() -> dict[str, list[str]]:
+    """Return the files of each table of CONTRIBUTING's reading guide, by the sentence above it."""
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    guide = text.partition("## Reading guide")[2].partition("\n## ")[0]
+    found: dict[str, list[str]] = {}
+    sentence = ""
+    for part in guide.split("\n\n"):
+        if part.startswith("|"):
+            found[sentence] = list(dict.fromkeys(re.findall(r"`(detr_bf/[a-z0-9_/]+\.py)`", part)))
+        else:
+            sentence = part.strip()
+    return found
+
+
+if __name__ == "__main__":
+    graph = folder_graph()
+    print(f"{len(ORDER)} folders and modules, {max(levels(graph).values())} levels of imports")
+    files = [*python_files(PACKAGE), *python_files(ROOT / "ops", ROOT / "tools", ROOT / "benchmarks")]
+    print(f"{len(files)} files, {sum(len(path.read_text(encoding='utf-8').splitlines()) for path in files):,} lines")
+    for sentence, names in reading_paths().items():
+        lines = sum(len((ROOT / name).read_text(encoding="utf-8").splitlines()) for name in names)
+        print(f"{sentence} {len(names)} files, {lines:,} lines")

@@ -14,7 +14,7 @@ import pytest
 
 from tests.data.formats.test_coco_and_csv import write
 from tests.docs.test_pages import ROOT
-from tests.test_finetuning import TINY
+from tests.inference.test_finetuning import TINY
 
 Factory = Callable[..., SimpleNamespace]
 BLOCK = """

@@ -62,7 +62,7 @@ class Constants(TorchFunctionMode):
         made |= function.__name__ == "new_tensor"
         made |= function.__name__ == "to" and moves(arguments[1:], keywords) and not isinstance(arguments[0], GpuTensor)
         where = place() if made else "elsewhere"
-        if where.startswith("detr_bf/devices.py"):
+        if where.startswith("detr_bf/common/devices.py"):
             return function(*arguments, **keywords).as_subclass(GpuTensor)
         if where != "elsewhere":
             WAITS.append(f"{function.__name__} {where}")

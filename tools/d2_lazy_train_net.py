@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from detr_bf.interop.detectron2 import run_training
+from detr_bf.detectron2 import run_training
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from detr_bf.analysis.inspected import InspectedRun, Level, ShownBatch
 from detr_bf.batchformer.inspection import LayerAttention, Recording, attending, batch_former_of, recorded
-from detr_bf.errors import InputError
+from detr_bf.common.errors import InputError
+from detr_bf.common.text import listed, printable
 from detr_bf.report.figures import INK, VERMILION, picture_grid
 from detr_bf.report.fonts import plain
-from detr_bf.text import listed, printable
 
 _CELL = 2.0  # inches, width of an image
 _LETTERS = 24  # of a caption

@@ -19,23 +19,23 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from torch import Tensor, nn
 
+from detr_bf.analysis.images import FeatureMaps, StreamMaps
 from detr_bf.analysis.inspected import InspectedDetector, Level, ShownBatch, level_list
 from detr_bf.assembly.data import build_loader, data_source
 from detr_bf.assembly.model import build_classification, build_panoptic_postprocess, build_postprocess
 from detr_bf.assembly.training import precision_of
 from detr_bf.batchformer import BatchFormerV2
 from detr_bf.batchformer.inspection import attending, batch_former_of
-from detr_bf.classification.analysis.images import FeatureMaps, StreamMaps
+from detr_bf.common.errors import InputError
+from detr_bf.common.progress import progress_bar
+from detr_bf.common.structures import Batch, Outputs, PanopticMap, Queries, TokenBatch
 from detr_bf.data.batches import IndexBatches
 from detr_bf.engine import EvaluationLoop
-from detr_bf.errors import InputError
 from detr_bf.evaluation import CocoEvaluator, PanopticFile, Result
-from detr_bf.layers.attention import AttentionRecord, recorded_weights
-from detr_bf.progress import progress_bar
 from detr_bf.report.figures import BLUE, COLOURS, GREEN, INK, VERMILION, picture_grid
 from detr_bf.report.fonts import plain
-from detr_bf.structures import Batch, Outputs, PanopticMap, Queries, TokenBatch
 from detr_bf.transformer import Encoder
+from detr_bf.transformer.attention import AttentionRecord, recorded_weights
 
 _SQUARE, _SMALL = 1.5, 32**2  # of figure 7 of DETR: wide and tall boxes, and small ones in pixels of the image
 _LETTERS = 26  # of a caption

@@ -17,18 +17,19 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 from torchvision.ops import box_convert
 
-from detr_bf.assembly.classifier_data import build_image_splits
+from detr_bf.analysis.classification import Pixels
 from detr_bf.assembly.data import build_val_data
-from detr_bf.assembly.model import device_of
-from detr_bf.classification.analysis import Pixels
+from detr_bf.classification.assembly_data import build_image_splits
 from detr_bf.classification.batch import LabelledImages
-from detr_bf.config import ClassifierConfig, DetectionConfig, RunConfig, config_from_dict
+from detr_bf.classification.config import ClassifierConfig
+from detr_bf.common.devices import device_of
+from detr_bf.common.errors import InputError
+from detr_bf.common.structures import Batch, ClassMap, Target, TokenBatch
+from detr_bf.common.text import listed, printable
+from detr_bf.config import DetectionConfig, RunConfig, config_from_dict
 from detr_bf.data.batches import SampleKey
 from detr_bf.engine import build_and_load, checkpoint_of, load_checkpoint
-from detr_bf.errors import InputError
-from detr_bf.structures import Batch, ClassMap, Target, TokenBatch
 from detr_bf.tasks import task_of
-from detr_bf.text import listed, printable
 
 
 class Level(NamedTuple):
@@ -69,7 +70,7 @@ class InspectedRun(ABC):
 
     def __init__(self, name: str, model: nn.Module, config: RunConfig, classes: ClassMap) -> None:
         self.name = name
-        self.device = device_of(config)
+        self.device = device_of(config.device)
         self.model = model.to(self.device).eval()
         self.config = config
         self.classes = classes

@@ -9,7 +9,6 @@ from detr_bf.assembly.model import (
     build_model,
     build_panoptic_postprocess,
     build_postprocess,
-    device_of,
 )
 from detr_bf.assembly.training import build_groups, read_initial_weights
 
@@ -26,6 +25,5 @@ __all__ = [
     "build_train_data",
     "build_val_data",
     "data_source",
-    "device_of",
     "read_initial_weights",
 ]

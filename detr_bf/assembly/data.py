@@ -12,7 +12,10 @@ from pathlib import Path
 import torch
 from torch.utils.data import Sampler
 
-from detr_bf import distributed
+from detr_bf.common import distributed
+from detr_bf.common.errors import InputError
+from detr_bf.common.extensions import extended
+from detr_bf.common.structures import Batch, ClassMap
 from detr_bf.config import DetectionConfig
 from detr_bf.config.detection import DataConfig, SplitConfig
 from detr_bf.data.augment import Augmentation
@@ -21,9 +24,6 @@ from detr_bf.data.checks.learning import Training
 from detr_bf.data.coco import CocoDetection, Source
 from detr_bf.data.loader import BatchLoader, make_loader
 from detr_bf.data.transforms import TRANSFORMS, SampleTransform, eval_transform, resized_size, train_transform
-from detr_bf.errors import InputError
-from detr_bf.extensions import extended
-from detr_bf.structures import Batch, ClassMap
 
 
 def build_train_data(config: DetectionConfig) -> CocoDetection:

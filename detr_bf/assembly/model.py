@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -19,10 +18,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from detr_bf import distributed
 from detr_bf.assembly.plugins import add_encoder_plugins, encoder_of, named
 from detr_bf.backbones import Backbone, build_backbone
 from detr_bf.batchformer import BATCH_MIXERS, BatchFormerV2
+from detr_bf.common.devices import device_of
+from detr_bf.common.errors import InputError
+from detr_bf.common.extensions import extended
+from detr_bf.common.structures import ClassMap
+from detr_bf.common.text import printable
 from detr_bf.config import DetectionConfig, RunConfig
 from detr_bf.config.detection import LossConfig, ModelConfig, RtdetrConfig
 from detr_bf.data.batches import derive_seed
@@ -37,8 +40,6 @@ from detr_bf.detectors.groups import query_groups
 from detr_bf.detectors.smca import smca
 from detr_bf.detectors.smca_multi_scale import smca_multi_scale
 from detr_bf.engine.step import Criterion
-from detr_bf.errors import InputError
-from detr_bf.extensions import extended
 from detr_bf.losses import (
     Classification,
     CrossEntropy,
@@ -48,10 +49,8 @@ from detr_bf.losses import (
     SetCriterion,
     Varifocal,
 )
+from detr_bf.losses.postprocess import PanopticPostprocess, Postprocess
 from detr_bf.plugins import PluginCriterion
-from detr_bf.postprocess import PanopticPostprocess, Postprocess
-from detr_bf.structures import ClassMap
-from detr_bf.text import printable
 from detr_bf.transformer import Decoder, Encoder
 
 logger = logging.getLogger(__name__)
@@ -111,37 +110,6 @@ LOSS_SETTINGS = {
 }
 # Detectors that choose tokens by the best class or draw classes as noise, of which none may mean no object.
 WITHOUT_NO_OBJECT = ("dino", "dn_detr", "rtdetr", "rtdetrv2")
-
-
-def device_of(config: RunConfig) -> torch.device:
-    """Return the configured device; ``auto`` is the GPU if there is one. Each rank uses its own GPU."""
-    if config.device == "auto":
-        kind = "cuda" if torch.cuda.is_available() else "cpu"
-        return _own_gpu() if kind == "cuda" and distributed.launched() else torch.device(kind)
-    if not re.fullmatch(r"cpu|cuda(:\d+)?", config.device):
-        raise InputError(f"device must be auto, cpu, cuda or cuda:N; got '{config.device}'")
-    device = torch.device(config.device)
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise InputError(
-            f"device={config.device}, but torch sees {torch.cuda.device_count()} CUDA GPUs: "
-            "use device=cpu, device=auto or a smaller number"
-        )
-    if device.type == "cuda" and distributed.launched():
-        if device.index is not None:
-            raise InputError(f"device={config.device} is one GPU for several processes: use device=cuda or auto")
-        return _own_gpu()
-    return device
-
-
-def _own_gpu() -> torch.device:
-    """Return the GPU with the local rank as its index."""
-    number = distributed.local_rank()
-    if number >= torch.cuda.device_count():
-        raise InputError(
-            f"the launcher started {number + 1} processes or more on a machine with {torch.cuda.device_count()} CUDA "
-            "GPUs: lower --nproc-per-node, or use device=cpu"
-        )
-    return torch.device("cuda", number)
 
 
 def build_model(config: DetectionConfig, num_classes: int, *, pretrained: bool = True) -> Detector:
@@ -470,7 +438,7 @@ def accelerate(model: nn.Module, config: RunConfig) -> None:
     if config.train.channels_last:
         (model.backbone if isinstance(model, Detector) else model).to(memory_format=torch.channels_last)
     if config.train.compile:
-        _check_compiler(device_of(config))
+        _check_compiler(device_of(config.device))
         # At the default limit of 8 torch warns once and runs the layer without its compiler.
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, RECOMPILE_LIMIT)
         for module in _compiled_parts(model):

@@ -1,4 +1,4 @@
-"""Plug-ins of classifiers and of the encoders of detectors, by config; config keys in error messages."""
+"""Plug-ins of the encoders of detectors and of classifiers, by config; config keys in error messages."""
 
 from __future__ import annotations
 
@@ -10,23 +10,16 @@ from typing import Any, ParamSpec
 
 from torch import nn
 
-from detr_bf.config.classification import BatchFormerPluginConfig, BatchFormerV2PluginConfig, DiversePatchConfig
+from detr_bf.common.errors import InputError
 from detr_bf.config.common import ContextBroadcastingConfig, LocalizationConfig
 from detr_bf.config.detection import DetectorPluginsConfig
-from detr_bf.errors import InputError
-from detr_bf.plugins import (
-    add_batchformer,
-    add_batchformer_v2,
-    add_context_broadcasting,
-    add_diverse_patch,
-    add_relative_localization,
-)
+from detr_bf.plugins import add_context_broadcasting, add_relative_localization
 from detr_bf.transformer import Encoder
 
 P = ParamSpec("P")
 
 
-def _of_group(group: str) -> Callable[[Callable[P, None]], Callable[P, None]]:
+def if_enabled(group: str) -> Callable[[Callable[P, None]], Callable[P, None]]:
     """Decorate a function (model, settings, ...): skip disabled plug-ins, name config keys of ``group`` in errors."""
 
     def decorate(add: Callable[P, None]) -> Callable[P, None]:
@@ -42,14 +35,14 @@ def _of_group(group: str) -> Callable[[Callable[P, None]], Callable[P, None]]:
     return decorate
 
 
-@_of_group("plugins.context_broadcasting")
+@if_enabled("plugins.context_broadcasting")
 def add_context(model: nn.Module, settings: ContextBroadcastingConfig) -> None:
     """Add Context Broadcasting; InputError if it does not fit the model."""
     layers = layers_of(settings.layers)
     add_context_broadcasting(model, layers, position=settings.position, scaled=settings.scaled)
 
 
-@_of_group("plugins.relative_localization")
+@if_enabled("plugins.relative_localization")
 def add_localization(model: nn.Module, settings: LocalizationConfig, pool: bool | None = None) -> None:
     """Add relative localization; InputError if it does not fit the model."""
     add_relative_localization(
@@ -60,46 +53,6 @@ def add_localization(model: nn.Module, settings: LocalizationConfig, pool: bool 
         normalize=settings.normalize,
         pool=pool,
         hidden=settings.hidden,
-    )
-
-
-@_of_group("plugins.batchformer_v2")
-def add_v2(model: nn.Module, settings: BatchFormerV2PluginConfig) -> None:
-    """Add BatchFormerV2; InputError if it does not fit the model."""
-    add_batchformer_v2(
-        model,
-        layers_of(settings.layers),
-        position=settings.position,
-        shared=settings.shared,
-        mode=settings.mode,
-        num_layers=settings.num_layers,
-        heads=settings.heads,
-        dropout=settings.dropout,
-        gather=settings.gather,
-        init=settings.init,
-        log_attention=settings.log_attention,
-    )
-
-
-@_of_group("plugins.batchformer")
-def add_v1(model: nn.Module, settings: BatchFormerPluginConfig) -> None:
-    """Add BatchFormer; InputError if it does not fit the model."""
-    add_batchformer(
-        model,
-        heads=settings.heads,
-        dropout=settings.dropout,
-        num_layers=settings.num_layers,
-        shared_classifier=settings.shared_classifier,
-        gather=settings.gather,
-        init=settings.init,
-    )
-
-
-@_of_group("plugins.diverse_patch")
-def add_diverse(model: nn.Module, settings: DiversePatchConfig, num_classes: int) -> None:
-    """Add DiversePatch; InputError if it does not fit the model."""
-    add_diverse_patch(
-        model, num_classes, cosine=settings.cosine, contrastive=settings.contrastive, mixing=settings.mixing
     )
 
 

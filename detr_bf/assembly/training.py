@@ -12,9 +12,12 @@ from typing import Any
 
 import torch
 
-from detr_bf import distributed
+from detr_bf.common import distributed
+from detr_bf.common.errors import InputError
+from detr_bf.common.files import cache_folder, check_weights
+from detr_bf.common.structures import ClassMap
+from detr_bf.common.text import counted, listed
 from detr_bf.config import DetectionConfig, RunConfig, config_to_dict, flatten_settings
-from detr_bf.config.classification import ImageOptimizerConfig
 from detr_bf.config.common import EMA_SPANS, LoadingConfig
 from detr_bf.data.batches import EpochBatches, derive_seed
 from detr_bf.data.checks.files import ImageRecord, check_files, grey_bits_of
@@ -30,12 +33,8 @@ from detr_bf.engine import (
     parameter_groups,
 )
 from detr_bf.engine.checkpoint import stored_classes
-from detr_bf.errors import InputError
-from detr_bf.files import cache_folder, check_weights
-from detr_bf.published import find_weights
-from detr_bf.sharing import is_shared, load_shared
-from detr_bf.structures import ClassMap
-from detr_bf.text import counted, listed
+from detr_bf.export.sharing import is_shared, load_shared
+from detr_bf.interop.published import find_weights
 
 logger = logging.getLogger(__name__)
 
@@ -185,10 +184,8 @@ def learning_rate(config: RunConfig, batches_per_epoch: int) -> LearningRate:
     warning. A run that ``train.max_steps`` ends early has the schedule of the whole run, to go on without a jump.
     """
     optimizer, steps_per_epoch = config.optimizer, math.ceil(batches_per_epoch / config.train.accumulate)
-    warmup_epochs, min_factor = 0.0, 0.0
-    if isinstance(optimizer, ImageOptimizerConfig):
-        warmup_epochs = optimizer.warmup_epochs
-        min_factor = optimizer.min_lr / optimizer.lr if optimizer.lr else 0.0
+    warmup_epochs = getattr(optimizer, "warmup_epochs", 0.0)  # this and min_lr are settings of image models only
+    min_factor = getattr(optimizer, "min_lr", 0.0) / optimizer.lr if optimizer.lr else 0.0
     total = config.train.epochs * steps_per_epoch
     flat = optimizer.schedule == "flat_cosine"
     if flat:
@@ -330,7 +327,7 @@ def build_groups(config: DetectionConfig, model: Detector) -> list[dict[str, Any
 def read_initial_weights(path: Path) -> dict[str, torch.Tensor]:
     """Return the weights of a checkpoint of ours, of a foreign format, or of a file of weights under our names.
 
-    ``path`` may be the name of published weights (:func:`detr_bf.published.find_weights`).
+    ``path`` may be the name of published weights (:func:`detr_bf.interop.published.find_weights`).
     """
     from detr_bf import interop  # needed only with init_from
 

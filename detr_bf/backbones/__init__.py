@@ -11,7 +11,7 @@ from torchvision.ops import FrozenBatchNorm2d
 
 from detr_bf.backbones.backbone import RESNETS, Backbone, Network, build_resnet, freeze_stages
 from detr_bf.backbones.frozen_norm import fold_frozen_norms
-from detr_bf.errors import InputError
+from detr_bf.common.errors import InputError
 
 __all__ = ["Backbone", "build_backbone"]
 

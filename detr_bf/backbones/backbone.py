@@ -14,8 +14,8 @@ from torchvision.models import resnet as torchvision_resnet
 from torchvision.models._api import WeightsEnum
 
 from detr_bf.backbones.weights import download_failed, load_network_weights, read_network_file
-from detr_bf.errors import InputError
-from detr_bf.structures import FeatureMap, resize_mask
+from detr_bf.common.errors import InputError
+from detr_bf.common.structures import FeatureMap, resize_mask
 
 # The IMAGENET1K_V1 weights are those that DETR and its successors start from.
 RESNETS: dict[str, tuple[Callable[..., torchvision_resnet.ResNet], WeightsEnum]] = {

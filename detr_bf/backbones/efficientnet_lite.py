@@ -19,7 +19,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from detr_bf.backbones.weights import read_network_file
-from detr_bf.errors import InputError
+from detr_bf.common.errors import InputError
 
 
 class WeightsFile(NamedTuple):

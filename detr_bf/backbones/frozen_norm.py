@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from torchvision.ops import FrozenBatchNorm2d
 
 from detr_bf.backbones.same_padding import EndPaddedConv2d, pad_for
-from detr_bf.layers import FoldedWeights
+from detr_bf.transformer.convolution import FoldedWeights
 
 TRIAL_SIDE = 64  # pixels of the image with which the order of the layers is found
 

@@ -22,7 +22,7 @@ from detr_bf.backbones import efficientnet_lite
 from detr_bf.backbones.backbone import Network, check_consecutive, select_levels
 from detr_bf.backbones.same_padding import pad_at_the_end
 from detr_bf.backbones.weights import copy_by_name, download_failed, load_network_weights, read_network_file
-from detr_bf.errors import InputError
+from detr_bf.common.errors import InputError
 
 _HUB_FILE = "model.safetensors"
 # Arguments of timm's Swin Transformers (Liu et al. 2021, arXiv 2103.14030) for images of any size: masks of shifted

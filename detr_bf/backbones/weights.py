@@ -7,9 +7,9 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from detr_bf.errors import InputError
-from detr_bf.files import check_weights, read_safetensors, read_torch, readable_file
-from detr_bf.text import listed
+from detr_bf.common.errors import InputError
+from detr_bf.common.files import check_weights, read_safetensors, read_torch, readable_file
+from detr_bf.common.text import listed
 
 NESTED_UNDER = ("state_dict", "model")  # keys of the weights in the checkpoints of training scripts
 

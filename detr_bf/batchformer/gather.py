@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from detr_bf import distributed
+from detr_bf.common import distributed
 
 GridShapes = tuple[tuple[int, int], ...]  # height and width of each level
 

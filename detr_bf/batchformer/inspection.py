@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from detr_bf.batchformer.gather import Exchange
 from detr_bf.batchformer.mixers import BatchEncoderLayer
 from detr_bf.batchformer.v2 import BatchFormerV2
-from detr_bf.errors import InputError
-from detr_bf.structures import TokenBatch
+from detr_bf.common.errors import InputError
+from detr_bf.common.structures import TokenBatch
 
 SAMPLED_POSITIONS = 256  # of a measurement in training
 

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from detr_bf.batchformer.gather import Exchange
-from detr_bf.errors import InputError
-from detr_bf.extensions import Registry
+from detr_bf.common.errors import InputError
+from detr_bf.common.extensions import Registry
 from detr_bf.ops import LinearLayer, batch_attention_packed, linear, relu_dropout, residual_dropout
 
 

@@ -10,11 +10,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from detr_bf import distributed
 from detr_bf.batchformer.gather import Exchange
 from detr_bf.batchformer.mixers import BatchFormerLayer
 from detr_bf.batchformer.v2 import warn_of_short
-from detr_bf.errors import InputError
+from detr_bf.common import distributed
+from detr_bf.common.errors import InputError
 
 ONE_POSITION = ((1, 1),)  # pooled features are a grid of one cell
 

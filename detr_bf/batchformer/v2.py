@@ -14,11 +14,11 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from detr_bf import distributed
 from detr_bf.batchformer.gather import Exchange
 from detr_bf.batchformer.mixers import BATCH_MIXERS
-from detr_bf.errors import InputError
-from detr_bf.structures import TokenBatch
+from detr_bf.common import distributed
+from detr_bf.common.errors import InputError
+from detr_bf.common.structures import TokenBatch
 
 logger = logging.getLogger(__name__)
 

@@ -30,8 +30,8 @@ from torch.utils.data import Dataset
 from torchvision.transforms import AutoAugment, AutoAugmentPolicy, ColorJitter
 
 from detr_bf.classification.batch import LabelledImage, LabelledImages
+from detr_bf.common.errors import InputError
 from detr_bf.data.batches import SampleKey, derive_seed
-from detr_bf.errors import InputError
 
 Picture = Callable[[Image.Image], Image.Image]
 Mix = Callable[[LabelledImages, int], LabelledImages]  # (batch, seed) -> mixed batch

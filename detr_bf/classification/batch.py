@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from detr_bf.errors import InputError
+from detr_bf.common.errors import InputError
+from detr_bf.common.structures import are_labels, is_dense
 from detr_bf.losses.classification import check_labels
-from detr_bf.structures import are_labels, is_dense
 
 
 @dataclass(frozen=True)

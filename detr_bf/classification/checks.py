@@ -9,12 +9,12 @@ from pathlib import Path
 import torch
 
 from detr_bf.classification.data import FileImages, LabelledSplit, LabelledSplits
+from detr_bf.common.files import cache_folder
+from detr_bf.common.structures import ClassMap
+from detr_bf.common.text import counted, printable
 from detr_bf.data.checks.annotations import Report
 from detr_bf.data.checks.files import ImageRecord, check_files, existing_name
 from detr_bf.data.checks.report import Check, repeated, shared_images
-from detr_bf.files import cache_folder
-from detr_bf.structures import ClassMap
-from detr_bf.text import counted, printable
 
 _NAMED = 3  # most images of two classes that a message names
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from detr_bf.errors import InputError
+from detr_bf.common.errors import InputError
 
 
 class BasicBlock(nn.Module):

@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from detr_bf import distributed
 from detr_bf.batchformer import StreamLoss
 from detr_bf.classification.batch import ClassTargets
-from detr_bf.errors import InputError
+from detr_bf.common import distributed
+from detr_bf.common.errors import InputError
 from detr_bf.losses import STREAM_NAMES, LossReport
 from detr_bf.losses.classification import at_least_float32, check_labels
 from detr_bf.plugins import num_streams, plugin_losses

@@ -21,11 +21,11 @@ from torch.utils.data import Dataset
 
 from detr_bf.classification.augmentation import ImageTransform
 from detr_bf.classification.batch import LabelledImage
+from detr_bf.common.errors import InputError
+from detr_bf.common.files import file_size
+from detr_bf.common.structures import ClassMap
 from detr_bf.data.batches import SampleKey, read_or_replace
 from detr_bf.data.images import MAX_PIXELS, read_image
-from detr_bf.errors import InputError
-from detr_bf.files import file_size
-from detr_bf.structures import ClassMap
 
 _MAX_BYTES = 2**30  # of images kept in memory after resizing
 _ROUNDING = 1 + 1e-12  # larger than the rounding error of a power

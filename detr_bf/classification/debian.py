@@ -8,7 +8,7 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from detr_bf.errors import InputError
+from detr_bf.common.errors import InputError
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from timm.models.resnet import ResNet
 from torch import Tensor, nn
 
 from detr_bf.classification.cifar_resnet import CifarResNet
-from detr_bf.errors import InputError
+from detr_bf.common.errors import InputError
 
 SCALE = 30.0  # of the cosine logits; the margins of the loss have the same one
 NARROW = (64, 128, 192, 384)  # channels of timm's stages before expansion: the last two have 3/4 of the usual ones

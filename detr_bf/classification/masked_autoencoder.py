@@ -18,11 +18,11 @@ from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
 
 from detr_bf.batchformer import BatchFormerV2, repeat_targets
-from detr_bf.errors import InputError
+from detr_bf.common.errors import InputError
+from detr_bf.common.structures import TokenBatch
 from detr_bf.losses import STREAM_NAMES, LossReport
 from detr_bf.losses.classification import at_least_float32
 from detr_bf.plugins.plugin import require_vit
-from detr_bf.structures import TokenBatch
 from detr_bf.transformer import Encoder
 
 EVALUATION_SEED = 0

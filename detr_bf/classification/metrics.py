@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from detr_bf.classification.batch import LabelledImages
-from detr_bf.errors import InputError
-from detr_bf.evaluation.errors import Calibration
-from detr_bf.files import atomic_write
-from detr_bf.structures import ClassMap
-from detr_bf.text import csv_cell, printable
+from detr_bf.common.errors import InputError
+from detr_bf.common.files import atomic_write
+from detr_bf.common.structures import ClassMap
+from detr_bf.common.text import csv_cell, printable
+from detr_bf.evaluation.error_types import Calibration
 
 GROUPS = ("many", "medium", "few")
 CLASSIFICATION_METRIC_NAMES = ("top1", "top5", *GROUPS, "balanced", "ece", "loss")

@@ -22,11 +22,11 @@ from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
 
 from detr_bf.classification.data import FileImages, LabelledSplit, LabelledSplits, array_split, class_map_of
 from detr_bf.classification.debian import Package, unpacked
+from detr_bf.common.errors import InputError
+from detr_bf.common.files import is_file, is_folder, read_json, read_regular
+from detr_bf.common.text import printable
 from detr_bf.data.images import MAX_PIXELS
 from detr_bf.data.samples.digits import DIGIT_NAMES, INSTALL, Glyphs, load_glyphs, split_glyphs
-from detr_bf.errors import InputError
-from detr_bf.files import is_file, is_folder, read_json, read_regular
-from detr_bf.text import printable
 
 FASHION_PACKAGE = Package(
     "dataset-fashion-mnist",

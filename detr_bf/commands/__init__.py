@@ -18,9 +18,9 @@ from importlib import import_module, metadata
 from pathlib import Path
 from typing import NamedTuple
 
-from detr_bf.cli import run_tool
 from detr_bf.commands import arguments as of_data
 from detr_bf.commands import model_arguments as of_models
+from detr_bf.common.terminal import run_tool
 
 
 class Command(NamedTuple):

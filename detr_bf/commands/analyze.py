@@ -20,6 +20,7 @@ from detr_bf.analysis.batch_attention import (
     draw_batch_attention,
     place_in,
 )
+from detr_bf.analysis.classification import ANALYSES, EPSILONS, Analysis, Pixels, Subject
 from detr_bf.analysis.detection import (
     compare_mini_batch_inference,
     draw_queries,
@@ -27,25 +28,23 @@ from detr_bf.analysis.detection import (
     look_of_queries,
     panoptic_rows,
 )
+from detr_bf.analysis.images import draw_feature_maps
 from detr_bf.analysis.inspected import InspectedDetector, InspectedRun, load_inspected, task_of_checkpoint
-from detr_bf.assembly.classification import build_classifier_criterion
-from detr_bf.assembly.classifier_data import build_image_eval_transform, build_image_splits, read_image_splits
-from detr_bf.assembly.model import device_of
-from detr_bf.classification.analysis import ANALYSES, EPSILONS, Analysis, Pixels, Subject
-from detr_bf.classification.analysis.images import draw_feature_maps
+from detr_bf.classification.assembly import build_classifier_criterion
+from detr_bf.classification.assembly_data import build_image_eval_transform, build_image_splits, read_image_splits
 from detr_bf.classification.batch import LabelledImage, LabelledImages
 from detr_bf.classification.data import LabelledImageSet
-from detr_bf.config import ClassifierConfig
+from detr_bf.classification.task import read_classifier
+from detr_bf.common.devices import device_of
+from detr_bf.common.errors import InputError
+from detr_bf.common.files import check_output_file, write_text
+from detr_bf.common.progress import progress_bar
+from detr_bf.common.text import counted, csv_cell, printable, safe_message
 from detr_bf.data.batches import IndexBatches
 from detr_bf.data.loader import make_loader
-from detr_bf.errors import InputError
-from detr_bf.files import check_output_file, write_text
-from detr_bf.progress import progress_bar
 from detr_bf.report import class_labels, save_picture
 from detr_bf.report.figures import save_figure
 from detr_bf.report.panoptic import panoptic_comparison
-from detr_bf.tasks.classification import read_classifier
-from detr_bf.text import counted, csv_cell, printable, safe_message
 
 logger = logging.getLogger(__name__)
 
@@ -255,7 +254,7 @@ def differences(sources: Sequence[Path]) -> list[str]:
 
 def make_subject(source: Path, analysis: Analysis, options: argparse.Namespace) -> Subject:
     """Load a run's model, and images of a split of its data if the analysis needs any."""
-    device = device_of(ClassifierConfig(device=options.device))
+    device = device_of(options.device)
     model, config, class_map = read_classifier(source, options.overrides, device)
     pixels = Pixels(config.data.transforms.mean, config.data.transforms.std)
     if not analysis.images:

@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 
+from detr_bf.common.errors import InputError
+from detr_bf.common.files import CONFIG_FILE, is_file, is_folder, readable_file
+from detr_bf.common.text import printable
 from detr_bf.config import SCHEMAS, packaged_configs
 from detr_bf.config.detection import DataConfig
-from detr_bf.errors import InputError
-from detr_bf.files import CONFIG_FILE, is_file, is_folder, readable_file
-from detr_bf.hub import is_hub_address
-from detr_bf.published import find_weights, published
-from detr_bf.text import printable
+from detr_bf.interop.hub import is_hub_address
+from detr_bf.interop.published import find_weights, published
 
 SHELLS = ("bash", "zsh")
 SAMPLE_SETS = ("digits", "scenes")

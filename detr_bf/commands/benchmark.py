@@ -15,18 +15,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from detr_bf.common.errors import InputError
+from detr_bf.common.files import check_output_file, write_json
+from detr_bf.common.progress import setup_logging
+from detr_bf.common.text import printable
+from detr_bf.common.timing import Spread, alternate, paired_ratios
 from detr_bf.data.images import read_image
 from detr_bf.data.inputs import image_files
-from detr_bf.errors import InputError
 from detr_bf.export import FILE_SUFFIXES, synthetic_images
-from detr_bf.exported_predictor import ExportedPredictor
-from detr_bf.files import check_output_file, write_json
-from detr_bf.models import load
-from detr_bf.predictor import Predictor
-from detr_bf.progress import setup_logging
+from detr_bf.inference.exported import ExportedPredictor
+from detr_bf.inference.loading import load
+from detr_bf.inference.predictor import Predictor
 from detr_bf.report import machine_info, process_memory
-from detr_bf.text import printable
-from detr_bf.timing import Spread, alternate, paired_ratios
 
 MOST_BATCH, MOST_THREADS, MOST_ROUNDS = 1024, 1024, 100_000
 

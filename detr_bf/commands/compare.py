@@ -9,6 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from detr_bf.commands.arguments import folder_of_run
+from detr_bf.common.errors import InputError
+from detr_bf.common.files import check_output_folder, is_folder, make_output_folder
+from detr_bf.common.progress import setup_logging
+from detr_bf.common.text import counted, listed, printable, safe_message
 from detr_bf.comparison.experiment import read_experiment
 from detr_bf.comparison.records import ExperimentFolder, collect, collect_runs
 from detr_bf.comparison.runner import (
@@ -21,10 +25,6 @@ from detr_bf.comparison.runner import (
     write_slurm_script,
 )
 from detr_bf.config import packaged_experiments, parse_override
-from detr_bf.errors import InputError
-from detr_bf.files import check_output_folder, is_folder, make_output_folder
-from detr_bf.progress import setup_logging
-from detr_bf.text import counted, listed, printable, safe_message
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +115,7 @@ def _compare(options: argparse.Namespace) -> int:
 
 def _write(arguments: dict[str, Any], folder: Path) -> None:
     """Analyse the cells, write the result and print it as a Markdown table."""
-    from detr_bf.comparison.analysis import analyze  # imports scipy, which --print does not need
+    from detr_bf.comparison.document import analyze  # imports scipy, which --print does not need
     from detr_bf.comparison.page import markdown_table, write_page
 
     make_output_folder(folder, "--output")

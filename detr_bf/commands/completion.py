@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout, suppress
 
-from detr_bf.config import SCHEMAS, known_keys, packaged_configs
+from detr_bf.config import SCHEMAS, known_keys, packaged_configs, schema_of
 
 _SCRIPT = """\
 # Completion of detr-bf for {shell}, written by: detr-bf completion {shell}
@@ -44,7 +44,7 @@ def main(options: argparse.Namespace) -> int:
 
 def completion_script(shell: str, readers: Mapping[str, Callable[[Sequence[str]], object]]) -> str:
     """Return the script for ``bash`` or ``zsh``; ``readers`` are those of the commands, which print usages."""
-    keys = sorted({f"{key}=" for schema in SCHEMAS.values() for key in known_keys(schema)})
+    keys = sorted({f"{key}=" for task in SCHEMAS for key in known_keys(schema_of(task))})
     cases = []
     for name, function in readers.items():
         usage = usage_of(function)

@@ -6,16 +6,16 @@ import argparse
 from pathlib import Path
 
 from detr_bf import interop
+from detr_bf.common.errors import InputError
+from detr_bf.common.files import check_weights, readable_file
+from detr_bf.common.structures import ClassMap
+from detr_bf.common.text import safe_message
 from detr_bf.config import config_from_dict
-from detr_bf.conversion import check_target, writing
 from detr_bf.engine import checkpoint_of, is_checkpoint, load_checkpoint
-from detr_bf.errors import InputError
-from detr_bf.files import check_weights, readable_file
+from detr_bf.interop.conversion import check_target, writing
+from detr_bf.interop.published import find_weights
 from detr_bf.plugins import without_plugins
-from detr_bf.published import find_weights
-from detr_bf.structures import ClassMap
 from detr_bf.tasks import require_task, task_of
-from detr_bf.text import safe_message
 
 
 def main(options: argparse.Namespace) -> int:

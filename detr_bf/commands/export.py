@@ -14,17 +14,17 @@ from typing import Any
 from torch import Tensor
 
 from detr_bf.assembly.data import data_source
+from detr_bf.common.errors import InputError
+from detr_bf.common.files import file_size
+from detr_bf.common.progress import setup_logging
+from detr_bf.common.text import printable, safe_message
 from detr_bf.config import config_from_dict
 from detr_bf.data.coco import read_annotations
 from detr_bf.data.images import read_image
 from detr_bf.data.inputs import image_files
-from detr_bf.errors import InputError
 from detr_bf.export import COMPARED_BATCH, ParityError, file_names, parity_table
-from detr_bf.files import file_size
-from detr_bf.models import load
-from detr_bf.predictor import Predictor
-from detr_bf.progress import setup_logging
-from detr_bf.text import printable, safe_message
+from detr_bf.inference.loading import load
+from detr_bf.inference.predictor import Predictor
 
 
 def main(options: argparse.Namespace) -> int:

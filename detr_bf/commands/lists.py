@@ -8,11 +8,11 @@ import fnmatch
 import textwrap
 from pathlib import Path
 
-from detr_bf.config import SCHEMAS, packaged_configs
+from detr_bf.common.errors import InputError
+from detr_bf.common.text import printable
+from detr_bf.config import packaged_configs, schema_of
 from detr_bf.config.described import Setting, described_settings
-from detr_bf.errors import InputError
-from detr_bf.published import PublishedWeights, list_weights, published
-from detr_bf.text import printable
+from detr_bf.interop.published import PublishedWeights, list_weights, published
 
 _WIDTH = 120
 
@@ -37,7 +37,7 @@ def settings(options: argparse.Namespace) -> int:
     Raises:
         InputError: a key is neither a setting nor a group.
     """
-    known = list(described_settings(SCHEMAS[options.task]))
+    known = list(described_settings(schema_of(options.task)))
     for key in options.keys:
         if not any(_is_below(each.key, key) for each in known):
             parts = {each.key for each in known} | {each.key.rpartition(".")[2] for each in known}

@@ -11,6 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from detr_bf.assembly.data import data_source
+from detr_bf.common.errors import InputError
+from detr_bf.common.files import check_output_file, is_folder, write_text
+from detr_bf.common.text import listed, printable, safe_message
 from detr_bf.config import (
     DetectionConfig,
     config_to_dict,
@@ -20,12 +23,9 @@ from detr_bf.config import (
 )
 from detr_bf.data.checks.annotations import Report
 from detr_bf.data.coco import CocoAnnotations, read_annotations
-from detr_bf.errors import InputError
-from detr_bf.files import check_output_file, is_folder, write_text
-from detr_bf.finetuning import MOST_EPOCHS, RUN_STEPS, chosen_settings, fine_tuning_files
+from detr_bf.inference.finetuning import MOST_EPOCHS, RUN_STEPS, chosen_settings, fine_tuning_files
 from detr_bf.tasks import task_of
 from detr_bf.tasks.corrected import yaml_text
-from detr_bf.text import listed, printable, safe_message
 
 _MOST_CLASSES = 100  # named in the comment
 _COMMENTS = {  # of settings, in the order of the file; the others follow as those of the recipe

@@ -6,10 +6,10 @@ import argparse
 from dataclasses import replace
 
 from detr_bf.commands.arguments import configs_and_overrides
+from detr_bf.common.files import check_output_file, write_json
+from detr_bf.common.text import safe_message
 from detr_bf.config import load_config
-from detr_bf.files import check_output_file, write_json
 from detr_bf.planning import COCO_IMAGES, Machine, describe_plan, gpu_named, make_plan, read_measured
-from detr_bf.text import safe_message
 
 
 def main(options: argparse.Namespace) -> int:

@@ -16,12 +16,9 @@ from typing import TYPE_CHECKING, Any
 from pycocotools import mask as coco_mask
 from torch import Tensor
 
-from detr_bf.data.images import read_image
-from detr_bf.data.inputs import image_files, is_image_file, real_path
-from detr_bf.data.video import VIDEO_SUFFIXES, is_video_stream
-from detr_bf.errors import InputError
-from detr_bf.evaluation import write_panoptic
-from detr_bf.files import (
+from detr_bf.acceleration.allocator import keep_freed_memory
+from detr_bf.common.errors import InputError
+from detr_bf.common.files import (
     atomic_write,
     check_output_file,
     check_output_folder,
@@ -30,18 +27,21 @@ from detr_bf.files import (
     remove_empty,
     write_json,
 )
-from detr_bf.malloc import keep_freed_memory
-from detr_bf.models import load_predictor
-from detr_bf.prediction import FramePrediction, Prediction
-from detr_bf.predictor import Predictor
-from detr_bf.progress import progress_bar, setup_logging
+from detr_bf.common.progress import progress_bar, setup_logging
+from detr_bf.common.structures import ClassMap, PanopticMap
+from detr_bf.common.text import counted, printable
+from detr_bf.data.images import read_image
+from detr_bf.data.inputs import image_files, is_image_file, real_path
+from detr_bf.data.video import VIDEO_SUFFIXES, is_video_stream
+from detr_bf.evaluation import write_panoptic
+from detr_bf.inference.loading import load_predictor
+from detr_bf.inference.prediction import FramePrediction, Prediction
+from detr_bf.inference.predictor import Predictor
+from detr_bf.inference.tiling import check_tile
 from detr_bf.report import ProbableClasses, class_labels, draw_panoptic, prediction_sheet, save_picture
-from detr_bf.structures import ClassMap, PanopticMap
-from detr_bf.text import counted, printable
-from detr_bf.tiling import check_tile
 
 if TYPE_CHECKING:
-    from detr_bf.classification.predictor import ClassifierPredictor
+    from detr_bf.inference.classifier import ClassifierPredictor
 
 SHOWN_CLASSES = 5  # of an image
 MOST_ON_SHEET = 60  # images

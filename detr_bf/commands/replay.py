@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from detr_bf.replay import replay
-from detr_bf.text import safe_message
+from detr_bf.common.text import safe_message
+from detr_bf.tasks.replay import replay
 
 FINITE = 3
 

@@ -6,13 +6,13 @@ import argparse
 from pathlib import Path
 
 from detr_bf.commands.arguments import folder_of_run
+from detr_bf.common.errors import InputError
+from detr_bf.common.files import CONFIG_FILE, check_output_file, is_file
+from detr_bf.common.progress import setup_logging
+from detr_bf.common.text import printable, safe_message
 from detr_bf.config import saved_config
-from detr_bf.errors import InputError
-from detr_bf.files import CONFIG_FILE, check_output_file, is_file
-from detr_bf.progress import setup_logging
 from detr_bf.report import write_report, write_side_by_side
 from detr_bf.tasks import task_class
-from detr_bf.text import printable, safe_message
 
 
 def main(options: argparse.Namespace) -> int:

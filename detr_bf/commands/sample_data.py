@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 
 from detr_bf.commands.arguments import SAMPLE_OPTIONS
+from detr_bf.common.text import printable
 from detr_bf.data.samples import build_digits, build_scenes, digits
 from detr_bf.data.samples.writing import MANIFEST
-from detr_bf.text import printable
 
 SETS = {"digits": build_digits, "scenes": build_scenes}
 

@@ -7,15 +7,15 @@ import logging
 import os
 from pathlib import Path
 
+from detr_bf.acceleration.allocator import keep_freed_memory
 from detr_bf.commands.model_arguments import TOKEN_VARIABLE
 from detr_bf.commands.predict import threshold_of
-from detr_bf.errors import InputError
-from detr_bf.files import read_regular
-from detr_bf.malloc import keep_freed_memory
-from detr_bf.models import load
-from detr_bf.progress import setup_logging
-from detr_bf.serving.batching import ServingOptions
-from detr_bf.text import printable
+from detr_bf.common.errors import InputError
+from detr_bf.common.files import read_regular
+from detr_bf.common.progress import setup_logging
+from detr_bf.common.text import printable
+from detr_bf.inference.batching import ServingOptions
+from detr_bf.inference.loading import load
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ def main(options: argparse.Namespace) -> int:
     """Check the options, load the detector, and serve until a signal comes."""
     setup_logging()
     try:
-        from detr_bf.serving import http
+        from detr_bf.inference import http_server
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] not in _LIBRARIES:
             raise
@@ -44,14 +44,14 @@ def main(options: argparse.Namespace) -> int:
         token=_token(options.token_file),
     )
     keep_freed_memory(large=True)
-    with http.listen(options.host, options.port) as listening:  # before the detector is loaded
+    with http_server.listen(options.host, options.port) as listening:  # before the detector is loaded
         name = Path(options.run).absolute().name
-        service = http.DetectorService(load(options.run, options.device), limits, name)
-        url, is_local = http.address(listening)
+        service = http_server.DetectorService(load(options.run, options.device), limits, name)
+        url, is_local = http_server.address(listening)
         if not is_local and limits.token is None:
             logger.warning("anyone who reaches %s can use this server: set --token-file or %s", url, TOKEN_VARIABLE)
         print(f"{printable(name)}: {url}", flush=True)
-        return http.DetectorServer(service).serve_all(listening)
+        return http_server.DetectorServer(service).serve_all(listening)
 
 
 def _token(file: Path | None) -> str | None:

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from detr_bf.commands.arguments import configs_and_overrides, split_settings
+from detr_bf.common.errors import InputError
+from detr_bf.common.files import CONFIG_FILE, is_file, is_folder
+from detr_bf.common.text import printable, safe_message
 from detr_bf.config import DetectionConfig, RunConfig, load_config, packaged_configs, saved_config
-from detr_bf.errors import InputError
-from detr_bf.files import CONFIG_FILE, is_file, is_folder
-from detr_bf.text import printable, safe_message
 
 MOST_IMAGES = 100  # on a sheet of augmentations
 
@@ -30,8 +30,8 @@ def main(options: argparse.Namespace) -> int:
     if options.eval_only + options.resume + options.auto_resume + options.dry_run > 1:
         raise InputError("--eval-only, --resume, --auto-resume and --dry-run exclude each other")
     config = load_config(files, overrides)
-    from detr_bf.run import dry_run_training, evaluate_only, evaluation_source, train
     from detr_bf.tasks import task_of
+    from detr_bf.tasks.run import dry_run_training, evaluate_only, evaluation_source, train
 
     task = task_of(config)
     if options.dry_run:
@@ -58,10 +58,10 @@ def evaluate(options: argparse.Namespace) -> int:
         load_config(files, overrides)  # a wrong setting is reported before torch is imported
     elif is_file(Path(options.run) / CONFIG_FILE):
         saved_config(Path(options.run) / CONFIG_FILE, overrides)
-    from detr_bf.models import evaluated_run
-    from detr_bf.progress import setup_logging
-    from detr_bf.run import evaluate_only
+    from detr_bf.common.progress import setup_logging
+    from detr_bf.inference.loading import evaluated_run
     from detr_bf.tasks import task_of
+    from detr_bf.tasks.run import evaluate_only
 
     setup_logging()
     config, source, checkpoint = evaluated_run(options.run, files, overrides, folders[0] if folders else None)
@@ -78,7 +78,7 @@ def fine_tune(options: argparse.Namespace) -> int:
             f"there is no folder {printable(options.folder)}: give the folder of a data set (docs/data.md)"
         )
     output = options.output or str(Path("runs") / (options.folder.resolve().name or "mine"))
-    from detr_bf.finetuning import fine_tuned
+    from detr_bf.inference.finetuning import fine_tuned
 
     return _done(
         fine_tuned(
@@ -133,7 +133,7 @@ def _checked(options: argparse.Namespace) -> tuple[Any, list[str], list[str]]:
         if files:
             raise InputError(f"{printable(folder)} is a run with settings of its own: give no config beside it")
         return saved_config(folder / CONFIG_FILE, overrides), [str(folder / CONFIG_FILE)], overrides
-    from detr_bf.finetuning import folder_splits
+    from detr_bf.inference.finetuning import folder_splits
 
     configs = files or [packaged_configs()["finetune"]]
     overrides = [f"data.root={json.dumps(str(folder), ensure_ascii=False)}", *overrides]

@@ -16,8 +16,10 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from detr_bf.classification.config import ClassifierConfig
+from detr_bf.common.errors import InputError, prefix_errors
+from detr_bf.common.text import listed, printable
 from detr_bf.config import (
-    ClassifierConfig,
     DetectionConfig,
     RunConfig,
     config_to_dict,
@@ -27,8 +29,6 @@ from detr_bf.config import (
     parse_override,
     yaml_mapping,
 )
-from detr_bf.errors import InputError, prefix_errors
-from detr_bf.text import listed, printable
 
 KEYS = (
     *("base", "overrides", "arms", "baseline", "contrasts", "contrasts_only", "seeds", "folds", "jobs", "primary"),

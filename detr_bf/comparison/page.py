@@ -1,6 +1,6 @@
 """``comparison.json``, ``comparison.csv`` and ``index.html`` of a comparison, and its Markdown table.
 
-All are made from the result document (:mod:`detr_bf.comparison.analysis`), which holds fractions. Metrics are shown
+All are made from the result document (:mod:`detr_bf.comparison.document`), which holds fractions. Metrics are shown
 x 100 with one decimal, as COCO results are published; the JSON and CSV files hold the numbers as they are.
 """
 
@@ -15,6 +15,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from detr_bf.common.errors import InputError
+from detr_bf.common.files import write_json, write_text
+from detr_bf.common.text import counted, csv_cell, printable, safe_message
 from detr_bf.comparison.figures import (
     Difference,
     Document,
@@ -25,10 +28,7 @@ from detr_bf.comparison.figures import (
     signed,
     span_text,
 )
-from detr_bf.errors import InputError
-from detr_bf.files import write_json, write_text
 from detr_bf.report.page import escaped, html_page, number, percent, section
-from detr_bf.text import counted, csv_cell, printable, safe_message
 
 _FORMAT = "detr_bf comparison 1"
 _JSON, _CSV, _PAGE = "comparison.json", "comparison.csv", "index.html"

@@ -19,6 +19,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from detr_bf.common.errors import InputError
+from detr_bf.common.files import read_json, read_records, write_json
+from detr_bf.common.text import listed, printable
 from detr_bf.comparison.experiment import (
     ARM_NAME,
     MOST,
@@ -30,10 +33,7 @@ from detr_bf.comparison.experiment import (
 )
 from detr_bf.config import RunConfig, config_from_dict, saved_config
 from detr_bf.engine import RunFolder
-from detr_bf.errors import InputError
-from detr_bf.files import read_json, read_records, write_json
 from detr_bf.tasks import task_of
-from detr_bf.text import listed, printable
 
 logger = logging.getLogger(__name__)
 
@@ -265,7 +265,7 @@ def _defaults(task: str) -> dict[str, Any]:
 
 
 def collect(folder: ExperimentFolder, baseline: str | None = None, primary: str | None = None) -> dict[str, Any]:
-    """Return the arguments of :func:`detr_bf.comparison.analysis.analyze` for the finished cells of a folder.
+    """Return the arguments of :func:`detr_bf.comparison.document.analyze` for the finished cells of a folder.
 
     Records of runs that have finished without one are written. Without ``cells/experiment.json`` the arms are those of
     the records, and the baseline is ``off`` or the first by name.
@@ -291,7 +291,7 @@ def collect(folder: ExperimentFolder, baseline: str | None = None, primary: str 
 
 
 def collect_runs(paths: Sequence[Path], baseline: str | None = None, primary: str | None = None) -> dict[str, Any]:
-    """Return the arguments of :func:`detr_bf.comparison.analysis.analyze` for run folders.
+    """Return the arguments of :func:`detr_bf.comparison.document.analyze` for run folders.
 
     Runs whose settings are equal, apart from seed, fold and folder, are one arm. Its name is that of its first run
     folder, or of the folder above one called ``seed_S``; the first arm is the baseline.

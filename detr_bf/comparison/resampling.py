@@ -14,6 +14,10 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from detr_bf.common.errors import InputError, prefix_errors
+from detr_bf.common.files import MAX_JSON_BYTES, is_file, read_json, read_regular
+from detr_bf.common.progress import progress_bar
+from detr_bf.common.text import csv_cell, listed, printable
 from detr_bf.comparison.statistics import (
     Estimate,
     bootstrap_df,
@@ -24,12 +28,8 @@ from detr_bf.comparison.statistics import (
 from detr_bf.comparison.tables import BoxTable, ClassifierTable, ImageTable, PanopticTable, table_from_dict
 from detr_bf.config import saved_config
 from detr_bf.engine import DetectionEvaluator, Evaluation, RunFolder
-from detr_bf.errors import InputError, prefix_errors
 from detr_bf.evaluation import PanopticFile
-from detr_bf.files import MAX_JSON_BYTES, is_file, read_json, read_regular
-from detr_bf.progress import progress_bar
 from detr_bf.tasks import task_of
-from detr_bf.text import csv_cell, listed, printable
 
 __all__ = [
     "BoxTable",

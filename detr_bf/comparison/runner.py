@@ -16,16 +16,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from detr_bf.common.errors import InputError, Interrupted, TrainingError, prefix_errors
+from detr_bf.common.files import atomic_write, check_output_file, make_output_folder, read_records, write_json
+from detr_bf.common.progress import progress_bar
+from detr_bf.common.text import listed, printable, safe_message
 from detr_bf.comparison.experiment import CLASS_METRIC, Experiment, ExperimentCell, flat_settings
 from detr_bf.comparison.records import ExperimentFolder, cell_record, changed_settings, read_cell
 from detr_bf.config import RunConfig, config_to_dict, saved_config
 from detr_bf.engine import RunFolder
 from detr_bf.engine.step import DeferredSignals
-from detr_bf.errors import InputError, Interrupted, TrainingError, prefix_errors
-from detr_bf.files import atomic_write, check_output_file, make_output_folder, read_records, write_json
-from detr_bf.progress import progress_bar
 from detr_bf.tasks import task_of
-from detr_bf.text import listed, printable, safe_message
 
 logger = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from scipy import sparse
 
-from detr_bf.errors import InputError
+from detr_bf.common.errors import InputError
 from detr_bf.evaluation import PanopticEvaluator
 
 BOX_TABLE_METRICS = ("AP", "AP50", "AP75", "APs", "APm", "APl")

@@ -1,6 +1,5 @@
 """Settings: typed dataclasses, YAML files that inherit, ``key=value`` overrides."""
 
-from detr_bf.config.classification import ClassifierConfig
 from detr_bf.config.common import RunConfig
 from detr_bf.config.detection import DetectionConfig
 from detr_bf.config.loader import (
@@ -16,15 +15,13 @@ from detr_bf.config.loader import (
     packaged_experiments,
     parse_override,
     saved_config,
+    schema_of,
     yaml_mapping,
 )
-from detr_bf.config.masked_autoencoding import MaskedConfig
 
 __all__ = [
     "SCHEMAS",
-    "ClassifierConfig",
     "DetectionConfig",
-    "MaskedConfig",
     "RunConfig",
     "config_from_dict",
     "config_to_dict",
@@ -37,5 +34,6 @@ __all__ = [
     "packaged_experiments",
     "parse_override",
     "saved_config",
+    "schema_of",
     "yaml_mapping",
 ]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from detr_bf.errors import InputError
+from detr_bf.common.errors import InputError
 
 
 @dataclass(frozen=True)

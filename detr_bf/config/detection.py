@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from detr_bf.common.errors import InputError
 from detr_bf.config.common import (
     LAYERS,
     RATE,
@@ -36,7 +37,6 @@ from detr_bf.config.common import (
     sides,
     sizes,
 )
-from detr_bf.errors import InputError
 
 WITH_EXTRA_LEVELS = ("deformable_detr", "dab_deformable_detr", "dino")  # detectors that read model.extra_levels
 WITH_PATTERNS = ("dab_deformable_detr", "dab_detr", "dn_detr")  # detectors that read model.dab

@@ -15,7 +15,7 @@ import os
 import re
 import typing
 from collections.abc import Iterator, Mapping, Sequence
-from importlib import resources
+from importlib import import_module, resources
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +23,16 @@ import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
-from detr_bf.config.classification import ClassifierConfig
+from detr_bf.common.errors import InputError, prefix_errors
+from detr_bf.common.extensions import is_stored, use_plugins
+from detr_bf.common.text import printable
 from detr_bf.config.common import RunConfig
 from detr_bf.config.detection import DetectionConfig
-from detr_bf.config.masked_autoencoding import MaskedConfig
-from detr_bf.errors import InputError, prefix_errors
-from detr_bf.extensions import is_stored, use_plugins
-from detr_bf.text import printable
 
-SCHEMAS: dict[str, type[RunConfig]] = {  # by task; the first one is the default
-    "detection": DetectionConfig,
-    "classification": ClassifierConfig,
-    "masked_autoencoding": MaskedConfig,
+SCHEMAS = {  # by task, module and class; the first one is the default, and the others are imported when asked for
+    "detection": ("detr_bf.config.detection", "DetectionConfig"),
+    "classification": ("detr_bf.classification.config", "ClassifierConfig"),
+    "masked_autoencoding": ("detr_bf.classification.masked_config", "MaskedConfig"),
 }
 _LONGEST = 2**18  # bytes of a config file
 _NODES = 100_000  # values of a config file after its aliases are expanded
@@ -42,6 +40,13 @@ _DEEPEST = 100  # levels of nested settings
 _FILES = 100  # base files of one config file, counted with repetition
 # Raised by omegaconf and PyYAML, and by Python for numbers of thousands of digits and for deep nesting.
 _UNREADABLE = (yaml.YAMLError, OmegaConfBaseException, ValueError, OverflowError, RecursionError, TypeError)
+
+
+def schema_of(task: str) -> type[RunConfig]:
+    """Return the config class of a task of :data:`SCHEMAS`."""
+    module, name = SCHEMAS[task]
+    schema: type[RunConfig] = getattr(import_module(module), name)
+    return schema
 
 
 def load_config(
@@ -55,7 +60,7 @@ def load_config(
         task: expected task, also assumed if neither file nor override names one. Without it that is detection.
 
     Returns:
-        an instance of ``SCHEMAS[task]``. Unless given, its ``output_dir`` is ``runs/NAME`` for the last ``NAME.yaml``.
+        an instance of ``schema_of(task)``. Unless given, ``output_dir`` is ``runs/NAME`` for the last ``NAME.yaml``.
 
     Raises:
         InputError: a file is missing or is not YAML, a key is unknown, a value has the wrong type or is out of range,
@@ -64,7 +69,7 @@ def load_config(
     files = [Path(path)] if isinstance(path, (str, Path)) else [Path(each) for each in path or ()]
     sources = [source for file in files for source in _inherited(file, ())]
     sources += [(f"override '{printable(override)}'", parse_override(override)) for override in overrides]
-    schema = SCHEMAS[_task_of(sources, task)]
+    schema = schema_of(_task_of(sources, task))
     merged = OmegaConf.structured(schema)
     if files:
         sources.insert(0, ("the default of output_dir", _escaped({"output_dir": f"runs/{files[-1].stem}"}, "")))
@@ -118,9 +123,9 @@ def config_from_dict(tree: dict[str, Any], overrides: Sequence[str] = (), *, sou
     """
     if not isinstance(tree, dict):
         raise InputError(f"{source}: expected a dictionary of settings, got {printable(repr(tree))}")
-    schema = SCHEMAS[_task_of([(source, tree)], None)]
+    schema = schema_of(_task_of([(source, tree)], None))
     defaults = OmegaConf.structured(schema)
-    if schema is SCHEMAS["detection"]:  # settings saved before there was a divisor: those images were not rounded
+    if schema is DetectionConfig:  # settings saved before there was a divisor: those images were not rounded
         defaults.data.transforms.size_divisor = 1
     merged = _merge(defaults, _escaped(tree, source), source, schema)
     given = [(f"override '{printable(override)}'", parse_override(override)) for override in overrides]
@@ -431,7 +436,7 @@ def _unknown_key(key: str, source: str, schema: type[Any]) -> str:
     message = f"{source}: unknown key '{printable(key)}'."
     if near:
         message += f" Nearest known keys: {', '.join(near)}."
-    if tasks := [task for task, other in SCHEMAS.items() if other is not schema and key in known_keys(other)]:
+    if tasks := [task for task in SCHEMAS if schema_of(task) is not schema and key in known_keys(schema_of(task))]:
         message += f" It is a setting of task={' and of task='.join(tasks)}."
     return message + f" Known in {prefix.rstrip('.') or 'the config'}: {', '.join(siblings)}."
 

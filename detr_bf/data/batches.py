@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Sampler
 
-from detr_bf.errors import InputError
+from detr_bf.common.errors import InputError
 
 ATTEMPTS = 20  # images tried for one sample
 

@@ -20,6 +20,10 @@ from torch.utils.data import Dataset
 from torchvision.ops import box_convert, clip_boxes_to_image, masks_to_boxes
 from torchvision.tv_tensors import BoundingBoxes, BoundingBoxFormat, Image, Mask
 
+from detr_bf.common.errors import InputError, prefix_errors
+from detr_bf.common.files import MAX_JSON_BYTES, file_size, is_folder, read_json
+from detr_bf.common.structures import ClassMap, Target
+from detr_bf.common.text import printable
 from detr_bf.data.annotation_values import (
     MAX_INT,
     annotation_values,
@@ -43,10 +47,6 @@ from detr_bf.data.columns import AnnotatedSizes, Entries, distinct, integers, va
 from detr_bf.data.images import MAX_PIXELS, boxes_as_stored, check_folder, read_image
 from detr_bf.data.masks import MapFile, Segmentations, SegmentMasks, flat_annotations, parts_of
 from detr_bf.data.transforms import Sample, SampleTransform, has_area, has_pixels
-from detr_bf.errors import InputError, prefix_errors
-from detr_bf.files import MAX_JSON_BYTES, file_size, is_folder, read_json
-from detr_bf.structures import ClassMap, Target
-from detr_bf.text import printable
 
 logger = logging.getLogger(__name__)
 

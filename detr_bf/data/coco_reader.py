@@ -18,8 +18,8 @@ from typing import Any
 import msgspec
 from msgspec.structs import astuple
 
+from detr_bf.common.progress import progress_bar
 from detr_bf.data.columns import INT, TEXT, BoxBuilder, BoxColumn, Column, ColumnBuilder, ColumnStore, UnsupportedError
-from detr_bf.progress import progress_bar
 
 PIECE_BYTES = 2**18  # of a list that are decoded together; objects of larger pieces do not fit a processor's cache
 _LONGEST_VALUE = 2**28  # bytes of one entry, or of a value that is not read

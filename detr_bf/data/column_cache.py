@@ -26,11 +26,11 @@ from typing import Any
 import numpy as np
 from filelock import FileLock, Timeout
 
+from detr_bf.common.errors import InputError
+from detr_bf.common.files import UNFINISHED, atomic_write, cache_folder, remove_unfinished
+from detr_bf.common.text import printable
 from detr_bf.data.coco_reader import decode_columns
 from detr_bf.data.columns import BoxColumn, Column, ColumnStore, UnsupportedError
-from detr_bf.errors import InputError
-from detr_bf.files import UNFINISHED, atomic_write, cache_folder, remove_unfinished
-from detr_bf.text import printable
 
 logger = logging.getLogger(__name__)
 

@@ -23,10 +23,10 @@ from PIL.ImageFile import ImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 from torch import Tensor
 
+from detr_bf.common.errors import InputError
+from detr_bf.common.files import file_size, is_file, is_folder, read_regular
+from detr_bf.common.text import printable
 from detr_bf.data.duplicates import perceptual_hash
-from detr_bf.errors import InputError
-from detr_bf.files import file_size, is_file, is_folder, read_regular
-from detr_bf.text import printable
 
 logger = logging.getLogger(__name__)
 

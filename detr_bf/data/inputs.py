@@ -16,6 +16,10 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
+from detr_bf.common.errors import InputError
+from detr_bf.common.files import UNFINISHED, is_folder
+from detr_bf.common.structures import Batch, Target
+from detr_bf.common.text import printable
 from detr_bf.data.images import (
     IMAGE_FORMATS,
     MAX_PIXELS,
@@ -25,10 +29,6 @@ from detr_bf.data.images import (
     read_image,
     scale_to_8_bits,
 )
-from detr_bf.errors import InputError
-from detr_bf.files import UNFINISHED, is_folder
-from detr_bf.structures import Batch, Target
-from detr_bf.text import printable
 
 _Result = TypeVar("_Result")
 

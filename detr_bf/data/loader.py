@@ -11,6 +11,8 @@ from typing import TypeVar
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from detr_bf.acceleration.allocator import release_freed_memory
+from detr_bf.common.errors import InputError
 from detr_bf.data.batches import SampleKey
 from detr_bf.data.workers import (
     EXIT_SECONDS,
@@ -24,8 +26,6 @@ from detr_bf.data.workers import (
     start_worker,
     startable_workers,
 )
-from detr_bf.errors import InputError
-from detr_bf.malloc import release_freed_memory
 
 SampleT = TypeVar("SampleT")
 BatchT = TypeVar("BatchT")

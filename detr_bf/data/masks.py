@@ -20,10 +20,10 @@ from pycocotools import mask as coco_mask
 from scipy import ndimage
 from torch import Tensor
 
+from detr_bf.common.errors import InputError
+from detr_bf.common.text import printable
 from detr_bf.data.annotation_values import MAX_ID, is_id, value_text
 from detr_bf.data.images import MAX_PIXELS, image_bytes, is_deep, open_image
-from detr_bf.errors import InputError
-from detr_bf.text import printable
 
 _MIN_NUMBERS = 6  # x and y of the three corners of the smallest polygon
 _FARTHEST = 1e6  # pixels; pycocotools allocates memory for every pixel on an outline

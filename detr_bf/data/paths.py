@@ -15,8 +15,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import PurePosixPath, PureWindowsPath
 from urllib.parse import unquote
 
-from detr_bf.errors import InputError
-from detr_bf.text import printable
+from detr_bf.common.errors import InputError
+from detr_bf.common.text import printable
 
 LEADING_OUT = re.compile(r"^(\.\./)*(\.\.$)?")
 

@@ -19,8 +19,8 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional
 from torchvision.tv_tensors import BoundingBoxes, BoundingBoxFormat, Image, Mask, wrap
 
-from detr_bf.extensions import Registry, UserFile, extended
-from detr_bf.structures import Batch, Target, padding_mask
+from detr_bf.common.extensions import Registry, UserFile, extended
+from detr_bf.common.structures import Batch, Target, padding_mask
 
 
 class Sample(NamedTuple):

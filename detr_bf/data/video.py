@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from detr_bf.common.errors import InputError
+from detr_bf.common.text import printable
 from detr_bf.data.images import MAX_PIXELS
-from detr_bf.errors import InputError
-from detr_bf.text import printable
 
 logger = logging.getLogger(__name__)
 

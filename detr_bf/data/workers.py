@@ -24,7 +24,7 @@ from typing import TypeVar
 
 from torch.utils.data._utils import signal_handling
 
-from detr_bf.errors import InputError, TrainingError
+from detr_bf.common.errors import InputError, TrainingError
 
 logger = logging.getLogger(__name__)
 

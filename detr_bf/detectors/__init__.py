@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from detr_bf.common.errors import InputError
 from detr_bf.detectors.conditional_detr import conditional_detr
 from detr_bf.detectors.dab_deformable_detr import dab_deformable_detr
 from detr_bf.detectors.dab_detr import dab_detr
@@ -16,7 +17,6 @@ from detr_bf.detectors.mask_head import MaskHead
 from detr_bf.detectors.rtdetr import rtdetr, rtdetrv2
 from detr_bf.detectors.smca import smca
 from detr_bf.detectors.smca_multi_scale import smca_multi_scale
-from detr_bf.errors import InputError
 
 __all__ = ["DETECTORS", "Detector", "MaskHead", "Options", "detector_named"]
 

@@ -11,6 +11,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from detr_bf.common.errors import InputError
+from detr_bf.common.structures import Queries, TokenBatch
 from detr_bf.detectors.detector import (
     Detector,
     Options,
@@ -19,10 +21,10 @@ from detr_bf.detectors.detector import (
     single_level_detector,
     zero_init_box_head,
 )
-from detr_bf.errors import InputError
-from detr_bf.layers import MLP, check_heads, multi_head_attention, sine_of_coordinates, xavier
-from detr_bf.structures import Queries, TokenBatch
 from detr_bf.transformer import Decoder, DecoderLayer, LearnedQueries
+from detr_bf.transformer.attention import check_heads, multi_head_attention
+from detr_bf.transformer.blocks import MLP, xavier
+from detr_bf.transformer.position import sine_of_coordinates
 
 
 def conditional_detr(backbone: nn.Module, channels: Sequence[int], options: Options) -> Detector:

@@ -11,7 +11,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from detr_bf.boxes import inverse_sigmoid
+from detr_bf.common.boxes import inverse_sigmoid
+from detr_bf.common.errors import InputError
+from detr_bf.common.structures import Queries, QueryGroup, Target, TokenBatch
 from detr_bf.detectors.conditional_detr import conditional_layers, content_scale
 from detr_bf.detectors.detector import (
     Detector,
@@ -20,10 +22,9 @@ from detr_bf.detectors.detector import (
     single_level_detector,
     zero_init_box_head,
 )
-from detr_bf.errors import InputError
-from detr_bf.layers import MLP, sine_of_coordinates, xavier
-from detr_bf.structures import Queries, QueryGroup, Target, TokenBatch
 from detr_bf.transformer import Decoder, in_groups
+from detr_bf.transformer.blocks import MLP, xavier
+from detr_bf.transformer.position import sine_of_coordinates
 
 EPS = 1e-3  # of the logits of boxes, in DAB-DETR and the detectors made of it
 LARGEST_QUOTIENT = 1000.0  # of the sizes in float16: a box of a thousandth of the image

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from detr_bf.common.errors import InputError
+from detr_bf.common.structures import Queries, TokenBatch
 from detr_bf.detectors.detector import (
     Detector,
     Options,
@@ -24,10 +26,9 @@ from detr_bf.detectors.detector import (
 )
 from detr_bf.detectors.groups import GROUP
 from detr_bf.detectors.two_stage import ProposalQueries
-from detr_bf.errors import InputError
-from detr_bf.layers import DeformableAttention, xavier
-from detr_bf.structures import Queries, TokenBatch
 from detr_bf.transformer import Decoder, DecoderLayer, Encoder, FeatureTokens, Heads, LearnedQueries
+from detr_bf.transformer.attention import DeformableAttention
+from detr_bf.transformer.blocks import xavier
 
 SIZE_LOGIT = -2.0  # initial boxes are 0.12 of the image wide and high
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torchvision.ops import box_convert
 
-from detr_bf.devices import send, tensor_on
-from detr_bf.structures import PaddedTargets, Target
+from detr_bf.common.devices import send, tensor_on
+from detr_bf.common.structures import PaddedTargets, Target
 
 EMPTY = -1  # label of an empty slot
 DUMMY_BOX = (0.5, 0.5, 0.1, 0.1)  # object of an image in a batch without objects

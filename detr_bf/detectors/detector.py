@@ -16,11 +16,10 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from detr_bf.batchformer import BatchFormerV2
+from detr_bf.common.errors import InputError
+from detr_bf.common.structures import Batch, FeatureMap, Outputs, QueryGroup, Target
 from detr_bf.detectors.mask_head import MaskHead
-from detr_bf.errors import InputError
-from detr_bf.layers import MLP, LearnedPosition, SinePosition
 from detr_bf.ops import LinearLayer
-from detr_bf.structures import Batch, FeatureMap, Outputs, QueryGroup, Target
 from detr_bf.transformer import (
     Decoder,
     DecoderLayer,
@@ -31,6 +30,8 @@ from detr_bf.transformer import (
     QueryAttention,
     TokenAttention,
 )
+from detr_bf.transformer.blocks import MLP
+from detr_bf.transformer.position import LearnedPosition, SinePosition
 
 NORM_GROUPS = 32  # of Deformable DETR (Zhu et al. 2021, arXiv 2010.04159)
 

@@ -10,7 +10,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from detr_bf.boxes import inverse_sigmoid
+from detr_bf.common.boxes import inverse_sigmoid
+from detr_bf.common.errors import InputError
+from detr_bf.common.structures import Outputs, Queries, QueryGroup, Target, TokenBatch
 from detr_bf.detectors.dab_detr import EPS, AnchorPosition
 from detr_bf.detectors.deformable_detr import deformable_decoder_layers, deformable_encoder, level_tokens
 from detr_bf.detectors.denoising import (
@@ -25,10 +27,8 @@ from detr_bf.detectors.denoising import (
 from detr_bf.detectors.detector import Detector, Options, class_head, zero_init_box_head
 from detr_bf.detectors.groups import refuse_groups
 from detr_bf.detectors.two_stage import TokenProposals
-from detr_bf.errors import InputError
-from detr_bf.layers import full_precision
-from detr_bf.structures import Outputs, Queries, QueryGroup, Target, TokenBatch
 from detr_bf.transformer import Decoder, Heads, append_queries
+from detr_bf.transformer.blocks import full_precision
 
 DENOISING = ContrastiveDenoising()
 

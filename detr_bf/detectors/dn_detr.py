@@ -12,11 +12,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from detr_bf.boxes import inverse_sigmoid
+from detr_bf.common.boxes import inverse_sigmoid
+from detr_bf.common.devices import send
+from detr_bf.common.structures import PaddedTargets, Queries, QueryGroup, Target, TokenBatch
 from detr_bf.detectors.dab_detr import EPS, AnchorQueries, dab_detr
 from detr_bf.detectors.detector import Detector, Options
-from detr_bf.devices import send
-from detr_bf.structures import PaddedTargets, Queries, QueryGroup, Target, TokenBatch
 from detr_bf.transformer import append_queries
 
 

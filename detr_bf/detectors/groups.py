@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from detr_bf.errors import InputError
-from detr_bf.structures import QueryGroup
+from detr_bf.common.errors import InputError
+from detr_bf.common.structures import QueryGroup
 
 ONE_TO_MANY, GROUP = "one_to_many", "group"  # ends of the names of their losses
 

@@ -16,11 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from detr_bf.common.errors import InputError
+from detr_bf.common.structures import TokenBatch
 from detr_bf.detectors.smca_multi_scale import as_maps, as_tokens
-from detr_bf.errors import InputError
-from detr_bf.layers import FoldingModule
-from detr_bf.structures import TokenBatch
 from detr_bf.transformer import Encoder
+from detr_bf.transformer.convolution import FoldingModule
 
 
 def cell_position(height: int, width: int, dim: int, *, temperature: float, released: bool = False) -> Tensor:

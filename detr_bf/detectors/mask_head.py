@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchvision.ops import box_convert
 
-from detr_bf.structures import FeatureMap, Masks, TokenBatch
+from detr_bf.common.structures import FeatureMap, Masks, TokenBatch
 from detr_bf.transformer import unpadded
 
 MASK_NORM_GROUPS = 8

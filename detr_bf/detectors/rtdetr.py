@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from detr_bf.boxes import inverse_sigmoid
+from detr_bf.common.boxes import inverse_sigmoid
+from detr_bf.common.errors import InputError
+from detr_bf.common.structures import Queries, TokenBatch
 from detr_bf.detectors.deformable_detr import DeformableMemoryAttention
 from detr_bf.detectors.denoising import EMPTY, ContrastiveDenoising, DenoisingSlots
 from detr_bf.detectors.detector import (
@@ -28,10 +30,9 @@ from detr_bf.detectors.detector import (
 from detr_bf.detectors.dino import DENOISING, ContrastiveQueries
 from detr_bf.detectors.groups import refuse_groups
 from detr_bf.detectors.hybrid_encoder import CrossScaleFusion, HybridEncoder, NormedConvolution
-from detr_bf.errors import InputError
-from detr_bf.layers import MLP, DeformableAttention, MultiHeadAttention, full_precision, xavier
-from detr_bf.structures import Queries, TokenBatch
 from detr_bf.transformer import Decoder, DecoderLayer, FeatureTokens, Heads, TokenAttention
+from detr_bf.transformer.attention import DeformableAttention, MultiHeadAttention
+from detr_bf.transformer.blocks import MLP, full_precision, xavier
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from detr_bf.common.structures import Queries, TokenBatch
 from detr_bf.detectors.detector import (
     Detector,
     Options,
@@ -18,9 +19,9 @@ from detr_bf.detectors.detector import (
     shared_heads,
     single_level_detector,
 )
-from detr_bf.layers import MLP, MultiHeadAttention, xavier
-from detr_bf.structures import Queries, TokenBatch
 from detr_bf.transformer import Decoder, LearnedQueries
+from detr_bf.transformer.attention import MultiHeadAttention
+from detr_bf.transformer.blocks import MLP, xavier
 
 # Scales that a head predicts: none, one, one for x and one for y, and a third for their product.
 SCALES = {"type1": 0, "type2": 1, "type3": 2, "type4": 3}

@@ -12,12 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from detr_bf.common.errors import InputError
+from detr_bf.common.structures import FeatureMap, Queries, TokenBatch, resize_mask
 from detr_bf.detectors.detector import Detector, Options, encoder, position, projection
 from detr_bf.detectors.smca import Gaussian, gaussian_decoder
-from detr_bf.errors import InputError
-from detr_bf.layers import FeedForward, MultiHeadAttention, Residual, multi_head_attention, xavier
-from detr_bf.structures import FeatureMap, Queries, TokenBatch, resize_mask
 from detr_bf.transformer import Encoder, FeatureTokens
+from detr_bf.transformer.attention import MultiHeadAttention, multi_head_attention
+from detr_bf.transformer.blocks import FeedForward, Residual, xavier
 
 MAPS = (8, 16, 32)  # strides of the feature maps
 LEVELS = 4

@@ -10,13 +10,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from detr_bf.boxes import inverse_sigmoid
-from detr_bf.devices import tensor_on
-from detr_bf.errors import InputError
-from detr_bf.layers import full_precision, sine_of_coordinates
+from detr_bf.common.boxes import inverse_sigmoid
+from detr_bf.common.devices import tensor_on
+from detr_bf.common.errors import InputError
+from detr_bf.common.structures import Outputs, Queries, QueryGroup, Target, TokenBatch
 from detr_bf.ops import LinearLayer
-from detr_bf.structures import Outputs, Queries, QueryGroup, Target, TokenBatch
 from detr_bf.transformer import in_groups
+from detr_bf.transformer.blocks import full_precision
+from detr_bf.transformer.position import sine_of_coordinates
 
 BASE_SIZE = 0.05  # width and height of a proposal on the finest level; doubled on each coarser level
 MARGIN = 0.01  # proposals with a coordinate closer to 0 or 1 are dropped

@@ -11,12 +11,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from detr_bf import distributed
-from detr_bf.errors import InputError, prefix_errors
+from detr_bf.common import distributed
+from detr_bf.common.errors import InputError, prefix_errors
+from detr_bf.common.files import atomic_write, check_weights, read_torch
+from detr_bf.common.structures import ClassMap
+from detr_bf.common.text import listed, printable
 from detr_bf.evaluation import ScoreThresholds
-from detr_bf.files import atomic_write, check_weights, read_torch
-from detr_bf.structures import ClassMap
-from detr_bf.text import listed, printable
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -76,8 +76,8 @@ def load_checkpoint(path: Path) -> Checkpoint:
     """Read a checkpoint of this package and check the structure of every part.
 
     Raises:
-        InputError: see :func:`detr_bf.files.read_torch`; the file is of another program or version, or a part of it
-            has another structure.
+        InputError: see :func:`detr_bf.common.files.read_torch`; the file is of another program or version, or a
+            part of it has another structure.
     """
     content = read_torch(path, own=True)
     expected = set(Checkpoint.__dataclass_fields__)
@@ -222,7 +222,7 @@ def stored_classes(path: Path) -> ClassMap | None:
     """Return the classes of a checkpoint of this package; None for other weights, and for a model without classes.
 
     Raises:
-        InputError: see :func:`detr_bf.files.read_torch`; the classes are damaged.
+        InputError: see :func:`detr_bf.common.files.read_torch`; the classes are damaged.
     """
     content = None if path.suffix == ".safetensors" else read_torch(path)
     if not (isinstance(content, dict) and {"class_map", "config"} <= set(content)):

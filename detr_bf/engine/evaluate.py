@@ -16,14 +16,14 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import nn
 
-from detr_bf import distributed
+from detr_bf.common import distributed
+from detr_bf.common.progress import progress_bar
+from detr_bf.common.structures import Batch, ClassMap, Detections, Outputs, PanopticMap
 from detr_bf.data.workers import restart_dead_workers
 from detr_bf.engine.step import Criterion, TrainingBatch
 from detr_bf.evaluation import CocoEvaluator, EncodedMap, PanopticEvaluator, Result, ScoreThresholds, merge_shards
-from detr_bf.evaluation.errors import never_found, update_never_found
-from detr_bf.postprocess import PanopticPostprocess, Postprocess
-from detr_bf.progress import progress_bar
-from detr_bf.structures import Batch, ClassMap, Detections, Outputs, PanopticMap
+from detr_bf.evaluation.error_types import never_found, update_never_found
+from detr_bf.losses.postprocess import PanopticPostprocess, Postprocess
 
 logger = logging.getLogger(__name__)
 

@@ -16,10 +16,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, cast
 
+from detr_bf.common.errors import InputError, Interrupted
+from detr_bf.common.files import read_json, read_records, write_json
 from detr_bf.data.images import read_image
 from detr_bf.engine.run_folder import RunFolder
-from detr_bf.errors import InputError, Interrupted
-from detr_bf.files import read_json, read_records, write_json
 
 logger = logging.getLogger(__name__)
 

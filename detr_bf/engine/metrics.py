@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from detr_bf import distributed
+from detr_bf.common import distributed
+from detr_bf.common.errors import InputError, TrainingError
+from detr_bf.common.files import read_records, write_text
+from detr_bf.common.text import counted
 from detr_bf.engine.loggers import Logger
 from detr_bf.engine.state import Progress
-from detr_bf.errors import InputError, TrainingError
-from detr_bf.files import read_records, write_text
 from detr_bf.losses import STREAM_NAMES, LossReport
-from detr_bf.text import counted
 
 logger = logging.getLogger(__name__)
 

@@ -14,9 +14,9 @@ from torch import nn
 from detr_bf.backbones import Backbone
 from detr_bf.backbones.backbone import parameter_stages
 from detr_bf.batchformer import BatchFormer, BatchFormerV2
-from detr_bf.errors import InputError
-from detr_bf.files import check_weights
-from detr_bf.text import listed
+from detr_bf.common.errors import InputError
+from detr_bf.common.files import check_weights
+from detr_bf.common.text import listed
 from detr_bf.transformer import Encoder
 
 _ADAMW_STATE = {"step", "exp_avg", "exp_avg_sq"}  # of a parameter

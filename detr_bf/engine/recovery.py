@@ -20,15 +20,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from detr_bf import distributed
+from detr_bf.common import distributed
+from detr_bf.common.errors import InputError, TrainingError
+from detr_bf.common.files import atomic_write, check_weights, read_torch
+from detr_bf.common.structures import ClassMap
+from detr_bf.common.text import listed, printable
 from detr_bf.engine.checkpoint import check_stored, is_rng_state, rng_state, set_rng_state
 from detr_bf.engine.state import TrainingState
 from detr_bf.engine.step import ReducedFlags, TrainingBatch, TrainingStep
-from detr_bf.errors import InputError, TrainingError
-from detr_bf.files import atomic_write, check_weights, read_torch
 from detr_bf.losses import LossReport
-from detr_bf.structures import ClassMap
-from detr_bf.text import listed, printable
 
 logger = logging.getLogger(__name__)
 
@@ -288,8 +288,8 @@ def load_capture(path: Path, batch_type_of: Callable[[dict[str, Any]], type[Trai
         batch_type_of: the stored config -> the class of its task's batches.
 
     Raises:
-        InputError: see :func:`detr_bf.files.read_torch`; the file is no capture or damaged; ``batch_type_of`` refuses
-            the config.
+        InputError: see :func:`detr_bf.common.files.read_torch`; the file is no capture or damaged; ``batch_type_of``
+            refuses the config.
     """
     content = read_torch(path, own=True)
     expected = {field.name for field in fields(Capture)}

@@ -14,10 +14,9 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from detr_bf import distributed
-from detr_bf.data.workers import end_unguarded
-from detr_bf.errors import InputError
-from detr_bf.files import (
+from detr_bf.common import distributed
+from detr_bf.common.errors import InputError
+from detr_bf.common.files import (
     CONFIG_FILE,
     DATA_FILE,
     ERRORS_FILE,
@@ -34,7 +33,8 @@ from detr_bf.files import (
     remove_unfinished,
     write_json,
 )
-from detr_bf.text import listed, printable
+from detr_bf.common.text import listed, printable
+from detr_bf.data.workers import end_unguarded
 
 LOCK_SECONDS = 1.0  # to wait for the lock of a process that is just ending
 
@@ -159,7 +159,7 @@ class RunFolder:
         return self.path / f"epoch_{number:04d}.pt"
 
     def create(self) -> list[Path]:
-        """Create the folder, see :func:`detr_bf.files.make_output_folder`; return the folders that were missing.
+        """Create the folder, see :func:`detr_bf.common.files.make_output_folder`; return the folders that were missing.
 
         Raises:
             InputError: files cannot be written there.

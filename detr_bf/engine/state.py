@@ -15,15 +15,15 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.swa_utils import AveragedModel
 
-from detr_bf import distributed
+from detr_bf.common import distributed
+from detr_bf.common.errors import InputError, TrainingError
+from detr_bf.common.structures import ClassMap
+from detr_bf.common.text import listed
 from detr_bf.data.batches import derive_seed
 from detr_bf.engine.checkpoint import Checkpoint, load_strict, restore_rng, rng_state
 from detr_bf.engine.optimizer import load_optimizer
 from detr_bf.engine.run_folder import RunFolder
-from detr_bf.errors import InputError, TrainingError
 from detr_bf.evaluation import ScoreThresholds
-from detr_bf.structures import ClassMap
-from detr_bf.text import listed
 
 logger = logging.getLogger(__name__)
 

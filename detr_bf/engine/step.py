@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from detr_bf import distributed
 from detr_bf.batchformer import BatchFormerV2
-from detr_bf.devices import tensor_on
+from detr_bf.common import distributed
+from detr_bf.common.devices import tensor_on
 from detr_bf.losses import LossReport
 
 SAME_SIGNAL_SECONDS = 2.0  # a terminal or scheduler and torchrun may each send the same request to stop

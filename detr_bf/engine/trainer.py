@@ -18,9 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from detr_bf import distributed
+from detr_bf.acceleration.allocator import keep_large_blocks_if_possible
+from detr_bf.common import distributed
+from detr_bf.common.devices import HostCopy
+from detr_bf.common.errors import InputError, Interrupted
+from detr_bf.common.progress import progress_bar
+from detr_bf.common.structures import ClassMap
 from detr_bf.data.workers import restart_dead_workers
-from detr_bf.devices import HostCopy
 from detr_bf.engine.checkpoint import Checkpoint, set_rng_state
 from detr_bf.engine.evaluate import EvaluationResult, EvaluationStopped
 from detr_bf.engine.metrics import BatchLog, MetricsLog, TrainingLog
@@ -38,11 +42,7 @@ from detr_bf.engine.step import (
     sync_gradients,
     wrap_ddp,
 )
-from detr_bf.errors import InputError, Interrupted
 from detr_bf.losses import LossReport
-from detr_bf.malloc import keep_large_blocks_if_possible
-from detr_bf.progress import progress_bar
-from detr_bf.structures import ClassMap
 
 logger = logging.getLogger(__name__)
 

@@ -24,6 +24,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from detr_bf.common.errors import InputError
+from detr_bf.common.files import write_json
+from detr_bf.common.structures import ClassMap, Detections
+from detr_bf.common.text import listed, printable
 from detr_bf.data.annotation_values import (
     BOX_ROUNDING,
     annotation_values,
@@ -39,14 +43,10 @@ from detr_bf.data.coco import CocoAnnotations, annotated_size, check_maps, read_
 from detr_bf.data.columns import Entries, distinct
 from detr_bf.data.images import MAX_PIXELS, header_size
 from detr_bf.data.masks import Segmentations, parts_of, read_ids
-from detr_bf.errors import InputError
-from detr_bf.evaluation.errors import scored_hits
+from detr_bf.evaluation.error_types import scored_hits
 from detr_bf.evaluation.matching import ImageErrors, columns_of, image_errors
 from detr_bf.evaluation.results import BOX_METRIC_NAMES, ClassResult, CocoSummary, ScoredHits, all_classes
-from detr_bf.files import write_json
-from detr_bf.postprocess import encoded
-from detr_bf.structures import ClassMap, Detections
-from detr_bf.text import listed, printable
+from detr_bf.losses.postprocess import encoded
 
 logger = logging.getLogger(__name__)
 

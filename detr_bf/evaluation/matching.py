@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from pycocotools import mask as coco_mask
 
-from detr_bf.structures import ClassMap, Detections
+from detr_bf.common.structures import ClassMap, Detections
 
 MATCH_IOU, BACKGROUND_IOU = 0.5, 0.1
 HIT, IGNORED = "hit", "ignored"

@@ -16,6 +16,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from detr_bf.common.errors import InputError
+from detr_bf.common.files import atomic_write, is_folder, read_json, write_json
+from detr_bf.common.structures import ClassMap, PanopticMap, Segment
+from detr_bf.common.text import printable
 from detr_bf.data.annotation_values import (
     MAX_ID,
     MAX_INT,
@@ -28,12 +32,8 @@ from detr_bf.data.annotation_values import (
 )
 from detr_bf.data.images import MAX_PIXELS
 from detr_bf.data.masks import encoded_ids, read_ids
-from detr_bf.errors import InputError
 from detr_bf.evaluation.panoptic_errors import SegmentMatches, SegmentPair, segment_errors
 from detr_bf.evaluation.results import PANOPTIC_METRIC_NAMES, PanopticClassResult, PanopticSummary
-from detr_bf.files import atomic_write, is_folder, read_json, write_json
-from detr_bf.structures import ClassMap, PanopticMap, Segment
-from detr_bf.text import printable
 
 
 class PanopticFile(Mapping[int, PanopticMap]):

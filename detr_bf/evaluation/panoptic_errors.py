@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from detr_bf.evaluation.errors import MOST_CONFUSED
+from detr_bf.common.structures import Segment
+from detr_bf.evaluation.error_types import MOST_CONFUSED
 from detr_bf.evaluation.matching import BACKGROUND_IOU, MATCH_IOU
 from detr_bf.evaluation.results import PanopticSummary
-from detr_bf.structures import Segment
 
 PANOPTIC_CAUSES = ("class", "thing or stuff", "merged", "split", "outline", "both", "background")  # in this order
 MATCHES = "matches"  # of right segments: their IoU is below 1

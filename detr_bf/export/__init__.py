@@ -13,8 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from detr_bf.common.errors import InputError
+from detr_bf.common.files import atomic_write, check_output_file, file_sha256
+from detr_bf.common.structures import Batch
+from detr_bf.common.text import printable
 from detr_bf.data.transforms import eval_sample
-from detr_bf.errors import InputError
 from detr_bf.export.graph import (
     EXAMPLE_SIDE,
     FILE_SUFFIXES,
@@ -70,9 +73,6 @@ from detr_bf.export.runtime import (
     file_detector,
     machine_features,
 )
-from detr_bf.files import atomic_write, check_output_file, file_sha256
-from detr_bf.structures import Batch
-from detr_bf.text import printable
 
 __all__ = [
     "COMPARED_BATCH",

@@ -29,16 +29,16 @@ from torchvision.ops import box_convert
 from torchvision.transforms.v2 import functional as transforms
 
 from detr_bf.batchformer import BatchFormerV2
+from detr_bf.common.errors import InputError
+from detr_bf.common.structures import Batch, ClassMap
+from detr_bf.common.text import printable
 from detr_bf.data.transforms import RandomResize, Sample, SampleTransform, rounded_side
 from detr_bf.detectors import Detector
-from detr_bf.errors import InputError
 from detr_bf.evaluation import DEFAULT_THRESHOLD, ScoreThresholds
+from detr_bf.export.sharing import without_paths
 from detr_bf.losses import CrossEntropy
+from detr_bf.losses.postprocess import Postprocess
 from detr_bf.ops.library import reference_operators
-from detr_bf.postprocess import Postprocess
-from detr_bf.sharing import without_paths
-from detr_bf.structures import Batch, ClassMap
-from detr_bf.text import printable
 
 ONNX_FORMAT = "detr_bf onnx 1"
 ONNX_SUFFIX, PACKAGE_SUFFIX, OPENVINO_SUFFIX = FILE_SUFFIXES = (".onnx", ".pt2", ".xml")

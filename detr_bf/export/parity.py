@@ -16,12 +16,12 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torchvision.transforms.v2 import functional as transforms
 
+from detr_bf.common.errors import CommandError, InputError
+from detr_bf.common.structures import Batch
+from detr_bf.common.text import printable
 from detr_bf.data.transforms import SampleTransform, eval_sample
-from detr_bf.errors import CommandError, InputError
 from detr_bf.export.graph import ONNX_SUFFIX, OPENVINO_SUFFIX, ExportGraph, Form, imported
 from detr_bf.export.runtime import FileDetector, OnnxDetector, OpenVinoDetector, PackageDetector
-from detr_bf.structures import Batch
-from detr_bf.text import printable
 
 logger = logging.getLogger(__name__)
 

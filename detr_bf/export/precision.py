@@ -9,13 +9,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from detr_bf.common.errors import InputError
+from detr_bf.common.files import is_folder
+from detr_bf.common.structures import Batch
+from detr_bf.common.text import printable
 from detr_bf.data.inputs import image_files
-from detr_bf.errors import InputError
 from detr_bf.export.graph import imported
 from detr_bf.export.runtime import OnnxDetector
-from detr_bf.files import is_folder
-from detr_bf.structures import Batch
-from detr_bf.text import printable
 
 EXPORT_PRECISIONS = ("float32", "float16", "int8")
 MAX_CALIBRATION = 100  # images

@@ -19,7 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from detr_bf.errors import InputError
+from detr_bf.common.errors import InputError
+from detr_bf.common.files import file_sha256, read_regular, readable_file
+from detr_bf.common.structures import Batch, Masks, Outputs
+from detr_bf.common.text import printable
 from detr_bf.export.graph import (
     MAX_BYTES,
     ONNX_FORMAT,
@@ -34,9 +37,6 @@ from detr_bf.export.graph import (
     imported,
     imported_openvino,
 )
-from detr_bf.files import file_sha256, read_regular, readable_file
-from detr_bf.structures import Batch, Masks, Outputs
-from detr_bf.text import printable
 from detr_bf.transformer import unpadded
 
 MAX_METADATA = 16 * 2**20  # bytes

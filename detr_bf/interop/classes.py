@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from detr_bf.errors import InputError
-from detr_bf.structures import ClassMap
-from detr_bf.text import listed
+from detr_bf.common.errors import InputError
+from detr_bf.common.structures import ClassMap
+from detr_bf.common.text import listed
 
 logger = logging.getLogger(__name__)
 

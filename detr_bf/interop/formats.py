@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from detr_bf.errors import InputError
+from detr_bf.common.errors import InputError
+from detr_bf.common.text import listed, printable
 from detr_bf.interop import huggingface, official
 from detr_bf.interop.huggingface import Table, own_resnet
 from detr_bf.interop.rules import Layout, NameRule, to_ours, to_theirs, unknown_names
-from detr_bf.text import listed, printable
 
 COUNTERS = ("total_params", "total_ops")  # of a profiler, in some released Deformable DETR files
 OURS = ("backbone.body.", "tokens.", "decoder.queries.", "decoder.heads.")  # no foreign name starts like this

@@ -279,13 +279,13 @@ def normed_convolution(theirs: str, ours: str, names: Sequence[tuple[str, str]] 
 
 
 def detectron2_adapter(_: Layout) -> Iterator[NameRule]:
-    """detr_bf.interop.detectron2 with our backbone, or with a detectron2 backbone that we have no table for."""
+    """detr_bf.detectron2 with our backbone, or with a detectron2 backbone that we have no table for."""
     for module in (BODY, "tokens", "encoder", "decoder", "mask_head"):
         yield rename(f"{ADAPTER}.{module}", module)
 
 
 def detectron2_adapter_resnet(layout: Layout) -> Iterator[NameRule]:
-    """detr_bf.interop.detectron2 with a ResNet of detectron2."""
+    """detr_bf.detectron2 with a ResNet of detectron2."""
     yield from _with_resnet(detectron2_adapter(layout), f"{ADAPTER}.{BODY}", layout)
 
 

@@ -13,7 +13,7 @@ from itertools import count, takewhile
 import torch
 from torch import Tensor
 
-from detr_bf.errors import InputError
+from detr_bf.common.errors import InputError
 
 State = Mapping[str, Tensor]
 BODY = "backbone.body"  # our name of a backbone's network

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from detr_bf.errors import InputError
-from detr_bf.files import atomic_write, check_weights, read_safetensors, read_torch
+from detr_bf.common.errors import InputError
+from detr_bf.common.files import atomic_write, check_weights, read_safetensors, read_torch
 from detr_bf.interop.classes import with_own_labels
 from detr_bf.interop.formats import format_named, format_of, from_foreign, is_ours, to_foreign, without_wrapper
 

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torchvision.ops import sigmoid_focal_loss
 
-from detr_bf import distributed
-from detr_bf.errors import InputError
+from detr_bf.common import distributed
+from detr_bf.common.errors import InputError
 
 NO_OBJECT = -1  # class of a query that should predict no object
 NOT_SUPERVISED = -2  # class of a query without a loss

@@ -14,11 +14,11 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 from torchvision.ops import box_convert
 
-from detr_bf.boxes import generalized_iou
-from detr_bf.devices import send
-from detr_bf.extensions import Registry
+from detr_bf.common.boxes import generalized_iou
+from detr_bf.common.devices import send
+from detr_bf.common.extensions import Registry
+from detr_bf.common.structures import Outputs, PaddedTargets
 from detr_bf.losses.classification import NOT_SUPERVISED, Classification, at_least_float32, check_factors
-from detr_bf.structures import Outputs, PaddedTargets
 
 # (logits (..., R, Q, K), boxes (..., R, Q, 4), targets) -> (..., R, Q, T), undefined for padding in T
 MatchingCost = Callable[[Tensor, Tensor, PaddedTargets], Tensor]

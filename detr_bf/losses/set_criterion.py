@@ -17,10 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torchvision.ops import box_convert, sigmoid_focal_loss
 
-from detr_bf import distributed
-from detr_bf.boxes import generalized_iou, iou
-from detr_bf.devices import tensor_on
-from detr_bf.extensions import Registry
+from detr_bf.common import distributed
+from detr_bf.common.boxes import generalized_iou, iou
+from detr_bf.common.devices import tensor_on
+from detr_bf.common.extensions import Registry
+from detr_bf.common.structures import Masks, Outputs, PaddedTargets, QueryGroup, Target
 from detr_bf.losses.classification import (
     NO_OBJECT,
     NOT_SUPERVISED,
@@ -29,7 +30,6 @@ from detr_bf.losses.classification import (
     check_factors,
 )
 from detr_bf.losses.matcher import HungarianMatcher, Matches
-from detr_bf.structures import Masks, Outputs, PaddedTargets, QueryGroup, Target
 
 STREAM_NAMES = ("clean", "batchformer")
 _REPEATED = re.compile(r".*_(\d+|enc)")  # terms of auxiliary layers and of proposals

@@ -13,18 +13,18 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from detr_bf import distributed
 from detr_bf.assembly import build_criterion
 from detr_bf.assembly.training import PRECISIONS, precision_of
+from detr_bf.common import distributed
+from detr_bf.common.errors import InputError
+from detr_bf.common.structures import Batch, Target
 from detr_bf.config import DetectionConfig
 from detr_bf.data.coco import CocoDetection
 from detr_bf.data.transforms import resized_size
 from detr_bf.detectors import Detector
 from detr_bf.engine import TrainingStep
-from detr_bf.errors import InputError
 from detr_bf.planning.machine import GB, Machine, largest_size
 from detr_bf.planning.plan import CONTEXT, memory_of, trace_of
-from detr_bf.structures import Batch, Target
 
 logger = logging.getLogger(__name__)
 

@@ -9,13 +9,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from detr_bf.common.errors import InputError
+from detr_bf.common.files import read_json
+from detr_bf.common.text import listed, printable
 from detr_bf.config import DetectionConfig
 from detr_bf.config.detection import DataConfig
 from detr_bf.data.transforms import rounded_side
-from detr_bf.errors import InputError
-from detr_bf.files import read_json
 from detr_bf.planning.trace import Work, trace
-from detr_bf.text import listed, printable
 
 TERA, GIGA = 1e12, 1e9
 GB = 2**30

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
+from detr_bf.common.text import counted
 from detr_bf.config import DetectionConfig
 from detr_bf.planning.machine import (
     ASPECT,
@@ -22,7 +23,6 @@ from detr_bf.planning.machine import (
 )
 from detr_bf.planning.plan import ALLOWANCE, CONTEXT, AttentionSpan, Plan, Rates, Suggestion, Time
 from detr_bf.planning.trace import OBJECTS, kernels_assumed
-from detr_bf.text import counted
 
 CLOSE = 0.9  # share of a GPU's memory above which a plan barely fits
 

@@ -30,10 +30,10 @@ from torch.utils.hooks import RemovableHandle
 
 from detr_bf.assembly import build_classification, build_model
 from detr_bf.batchformer.mixers import BatchEncoderLayer
+from detr_bf.common.structures import Batch, Outputs, Target
 from detr_bf.config import DetectionConfig
 from detr_bf.detectors import Detector
 from detr_bf.ops import library
-from detr_bf.structures import Batch, Outputs, Target
 from detr_bf.transformer import Encoder
 
 FORWARD, TRAINED = 1, 3  # forward passes; a backward pass costs about two of them

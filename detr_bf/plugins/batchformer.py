@@ -15,9 +15,9 @@ from torch.utils.hooks import RemovableHandle
 
 from detr_bf.batchformer import BatchFormer, BatchFormerV2
 from detr_bf.batchformer.mixers import BatchFormerLayer
-from detr_bf.errors import InputError
+from detr_bf.common.errors import InputError
+from detr_bf.common.structures import TokenBatch
 from detr_bf.plugins.plugin import PREFIX, Plugin, chosen, require_vit
-from detr_bf.structures import TokenBatch
 
 IMAGENET_LAYER = 7  # the eighth; early layers diverged in the paper
 INITS = ("xavier", "pytorch")

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from detr_bf.errors import InputError
+from detr_bf.common.errors import InputError
+from detr_bf.common.structures import TokenBatch
 from detr_bf.plugins.plugin import Plugin, chosen, parts_of_blocks
-from detr_bf.structures import TokenBatch
 from detr_bf.transformer import Encoder
 
 

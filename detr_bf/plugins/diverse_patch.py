@@ -21,10 +21,10 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from detr_bf.batchformer import repeat_targets
-from detr_bf.errors import InputError
-from detr_bf.layers import full_precision
+from detr_bf.common.errors import InputError
 from detr_bf.losses.classification import at_least_float32, check_labels
 from detr_bf.plugins.plugin import Plugin, patches_of, refused, require_vit
+from detr_bf.transformer.blocks import full_precision
 
 _PAIR_ROWS = 1024  # patches compared with all others at a time
 

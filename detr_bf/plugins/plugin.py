@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from detr_bf.batchformer import check_layers
-from detr_bf.errors import InputError
+from detr_bf.common.errors import InputError
 from detr_bf.transformer import Encoder
 
 PREFIX = "plugins"

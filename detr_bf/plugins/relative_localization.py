@@ -21,13 +21,13 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from detr_bf.devices import tensor_on
-from detr_bf.errors import InputError
-from detr_bf.layers import MLP, full_precision
+from detr_bf.common.devices import tensor_on
+from detr_bf.common.errors import InputError
+from detr_bf.common.structures import TokenBatch
 from detr_bf.losses.classification import at_least_float32
 from detr_bf.plugins.plugin import Plugin, patches_of, refused, require_vit
-from detr_bf.structures import TokenBatch
 from detr_bf.transformer import Encoder
+from detr_bf.transformer.blocks import MLP, full_precision
 
 VARIANTS = ("abs", "signed", "ce", "reg", "all")
 VARIANCE_WEIGHT = 0.001  # alpha of the variant ``reg`` (Eq. 6)

@@ -6,7 +6,6 @@ from detr_bf.report.drawing import draw_boxes, save_picture, tolerating
 from detr_bf.report.fonts import class_labels
 from detr_bf.report.html import write_report, write_side_by_side
 from detr_bf.report.machine import machine_info, process_memory
-from detr_bf.report.page import TaskPage
 from detr_bf.report.panoptic import PanopticSheetRow, draw_panoptic, panoptic_sheet
 from detr_bf.report.sheet import (
     Augmented,
@@ -16,6 +15,7 @@ from detr_bf.report.sheet import (
     comparison_sheet,
     prediction_sheet,
 )
+from detr_bf.report.task_page import TaskPage
 
 __all__ = [
     "DETECTION_PAGE",

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from matplotlib.ticker import LogLocator, MaxNLocator
 
+from detr_bf.common.text import printable
 from detr_bf.report.page import escaped
-from detr_bf.text import printable
 
 CHART_COLOURS = ("blue", "red", "green", "pink", "orange", "sky", "black")  # classes of page.css
 _WIDTH, _HEIGHT = 400, 226  # of the drawing; lengths below are in its units

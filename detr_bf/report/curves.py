@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from detr_bf.errors import InputError
-from detr_bf.files import read_records
+from detr_bf.common.errors import InputError
+from detr_bf.common.files import read_records
+from detr_bf.common.text import printable
 from detr_bf.report.charts import CHART_COLOURS, Chart, Line
-from detr_bf.text import printable
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from detr_bf.common.files import DATA_FILE, read_json
 from detr_bf.data.checks.statistics import NAMES
-from detr_bf.files import DATA_FILE, read_json
 from detr_bf.report.figures import FAINT, INK, SKY, VERMILION, clear_lines, save_figure, title
 from detr_bf.report.page import escaped, missing, percent, picture, reading, row, section, table
 

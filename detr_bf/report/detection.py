@@ -6,24 +6,16 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from detr_bf.common.files import EVALUATION_FILE, PANOPTIC_SHEET_FILE, SHEET_FILE
+from detr_bf.common.text import counted
 from detr_bf.config import DetectionConfig, config_to_dict, flatten_settings
 from detr_bf.config.common import ContextBroadcastingConfig, LocalizationConfig
 from detr_bf.config.detection import DetectorPluginsConfig
-from detr_bf.evaluation import ClassResult, CocoSummary, PanopticClassResult, PanopticSummary, Result
-from detr_bf.evaluation.results import SIZE_NAMES
-from detr_bf.files import EVALUATION_FILE, PANOPTIC_SHEET_FILE, SHEET_FILE
+from detr_bf.evaluation import CocoSummary, PanopticClassResult, PanopticSummary, Result
+from detr_bf.evaluation.results import SIZE_NAMES, OperatingPoint
 from detr_bf.report.curves import DETECTION_CURVES
-from detr_bf.report.page import (
-    TaskPage,
-    headline,
-    missing,
-    percent,
-    row,
-    section,
-    table,
-    validation_sheet,
-)
-from detr_bf.text import counted
+from detr_bf.report.page import headline, missing, percent, row, section, table, validation_sheet
+from detr_bf.report.task_page import TaskPage
 
 _SIDE_BY_SIDE = "Validation images with ground truth and predictions side by side"
 
@@ -110,14 +102,14 @@ def _details(run_dir: Path, result: Result | None) -> Iterator[str]:
     yield section("Classes", _class_table(result.boxes) if result else missing(EVALUATION_FILE, "evaluation"))
     # both draw with matplotlib, which the first lines of a run do not need
     from detr_bf.report.data import data_section
-    from detr_bf.report.errors import error_sections
+    from detr_bf.report.error_sections import error_sections
 
     yield from data_section(run_dir)
     yield from error_sections(run_dir)
 
 
 def _costs(runs: Mapping[str, Path]) -> str:
-    from detr_bf.report.errors import costs_of_runs  # not needed for the first lines of a run
+    from detr_bf.report.error_sections import costs_of_runs  # not needed for the first lines of a run
 
     return costs_of_runs(runs)
 
@@ -169,23 +161,29 @@ def _panoptic_row(name: str, result: PanopticClassResult) -> str:
 
 
 def _class_table(summary: CocoSummary) -> str:
-    ordered = sorted(summary.per_class.items(), key=lambda item: -1.0 if item[1].AP is None else item[1].AP)
-    titles = ("Class", "AP", "AP50", "Objects", "Best threshold", "Precision", "Recall", "F1")
+    """Return the classes from the highest AP to the lowest, in two tables that fit a telephone."""
+    ordered = sorted(summary.per_class.items(), key=lambda item: 1.0 if item[1].AP is None else -item[1].AP)
+    results = [
+        row(name, result.AP, (percent(result.AP), percent(result.AP50), f"{result.num_objects:,}"))
+        for name, result in ordered
+    ]
+    points = [_class_point(name, result.best) for name, result in ordered]
     note = (
         "The best threshold is the score with the highest F1 at IoU 0.5; precision, recall and F1 are those of the "
         "detections from it on."
     )
     return (
-        table(titles, (_class_row(name, result) for name, result in reversed(ordered))) + f'<p class="faint">{note}</p>'
+        table(("Class", "AP", "AP50", "Objects"), results)
+        + table(("Class", "Best threshold", "Precision", "Recall", "F1"), points)
+        + f'<p class="faint">{note}</p>'
     )
 
 
-def _class_row(name: str, result: ClassResult) -> str:
-    best = result.best
-    point = [percent(None)] * 4
-    if best is not None:
-        point = [f"{best.threshold:.2f}", percent(best.precision), percent(best.recall), percent(best.f1)]
-    return row(name, result.AP, (percent(result.AP), percent(result.AP50), f"{result.num_objects:,}", *point))
+def _class_point(name: str, best: OperatingPoint | None) -> str:
+    if best is None:
+        return row(name, None, [percent(None)] * 4)
+    values = (f"{best.threshold:.2f}", percent(best.precision), percent(best.recall), percent(best.f1))
+    return row(name, best.f1, values)
 
 
 DETECTION_PAGE = TaskPage(

@@ -18,8 +18,8 @@ from PIL import Image, ImageDraw
 from torch import Tensor
 from torchvision.transforms.v2 import functional as transforms
 
-from detr_bf.errors import InputError
-from detr_bf.files import atomic_write
+from detr_bf.common.errors import InputError
+from detr_bf.common.files import atomic_write
 from detr_bf.report.fonts import legible, load_font, shorten
 
 logger = logging.getLogger(__name__)

@@ -17,10 +17,10 @@ from matplotlib.colors import LinearSegmentedColormap, PowerNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from detr_bf.errors import InputError
-from detr_bf.files import atomic_write
+from detr_bf.common.errors import InputError
+from detr_bf.common.files import atomic_write
+from detr_bf.common.text import printable
 from detr_bf.report.fonts import add_fallback_fonts, plain
-from detr_bf.text import printable
 
 INK, FAINT = "#3a3f46", "#d9dce1"
 # Okabe and Ito, "Color Universal Design" (2008)

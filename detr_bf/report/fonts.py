@@ -19,8 +19,8 @@ from matplotlib.ft2font import FT2Font
 from matplotlib.text import Text
 from PIL import ImageFont
 
-from detr_bf.structures import ClassMap
-from detr_bf.text import printable
+from detr_bf.common.structures import ClassMap
+from detr_bf.common.text import printable
 
 logger = logging.getLogger(__name__)
 

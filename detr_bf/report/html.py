@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from detr_bf.config import config_to_dict, flatten_settings, saved_config
-from detr_bf.errors import InputError
-from detr_bf.files import (
+from detr_bf.common.errors import InputError
+from detr_bf.common.files import (
     CONFIG_FILE,
     EVALUATION_FILE,
     MACHINE_FILE,
@@ -26,12 +25,13 @@ from detr_bf.files import (
     is_file,
     write_text,
 )
+from detr_bf.common.text import counted, printable
+from detr_bf.config import config_to_dict, flatten_settings, saved_config
 from detr_bf.report.charts import chart_group
 from detr_bf.report.curves import Metrics, curves, curves_of_runs, read_metrics, series
 from detr_bf.report.detection import DETECTION_PAGE
 from detr_bf.report.page import (
     PICTURE_BYTES,
-    TaskPage,
     escaped,
     html_page,
     missing,
@@ -41,7 +41,7 @@ from detr_bf.report.page import (
     section,
     value_table,
 )
-from detr_bf.text import counted, printable
+from detr_bf.report.task_page import TaskPage
 
 _RUNS = "detr_bf runs"  # generator of pages of several runs
 _RUN_PICTURES = 6  # most pictures of full size on a page of several runs

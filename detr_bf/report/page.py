@@ -12,21 +12,16 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from PIL import Image
 
+from detr_bf.common.errors import InputError
+from detr_bf.common.files import SHEET_FILE
+from detr_bf.common.text import printable, safe_message
 from detr_bf.data.images import open_image
-from detr_bf.errors import InputError
-from detr_bf.files import SHEET_FILE
 from detr_bf.report.drawing import tolerating
-from detr_bf.text import printable, safe_message
-
-if TYPE_CHECKING:
-    from detr_bf.report.curves import CurvePlan
 
 _MEDIA_TYPES = {".png": "image/png", ".jpg": "image/jpeg", ".svg": "image/svg+xml"}
 _NO_VALUE = "—"
@@ -35,20 +30,6 @@ _MOST_JPEG_SIDE = 65_500  # pixels
 PICTURE_BYTES = 700_000  # of an embedded picture; a report has at most eight, and is to stay below 8 MB
 
 Card = tuple[str, str, str]  # name, value, note
-
-
-@dataclass(frozen=True)
-class TaskPage:
-    """The parts of ``report.html`` that depend on the task; config and result have the task's types."""
-
-    task: str  # as in the config
-    curves: CurvePlan
-    read_result: Callable[[Mapping[str, Any]], Any]  # inverse of the result's to_dict
-    sentences: Callable[[Any], list[str]]  # config -> summary of what was trained
-    results: Callable[[Any], Iterable[str]]  # result or None -> sections above the curves
-    details: Callable[[Path, Any], Iterable[str]]  # run folder, result or None -> sections below the curves
-    classes: Callable[[Any], Mapping[str, float | None]]  # result -> its main metric by class
-    costs: Callable[[Mapping[str, Path]], str]  # runs by name -> table of what their errors cost, may be empty
 
 
 def html_page(title: str, body: str, style: str = "", generator: str = "detr_bf") -> str:

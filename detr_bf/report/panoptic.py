@@ -18,12 +18,12 @@ from scipy import ndimage
 from torch import Tensor
 from torchvision.transforms.v2 import functional as transforms
 
-from detr_bf.errors import InputError
+from detr_bf.common.errors import InputError
+from detr_bf.common.structures import PanopticMap, Segment
+from detr_bf.common.text import counted
 from detr_bf.report.drawing import DARK, Colour, class_colour, enlarged, font_size_for, text_colour
 from detr_bf.report.fonts import legible, load_font, shorten
 from detr_bf.report.sheet import GROUND_TRUTH, LABEL_SIZE, Strip, fit, lay_out
-from detr_bf.structures import PanopticMap, Segment
-from detr_bf.text import counted
 
 _OPACITY = 0.55  # of a segment's colour over the grey image
 _SHADES = (0.0, 0.12, -0.12, 0.06, -0.06)  # lightness added for the segments of one class

@@ -10,11 +10,11 @@ from PIL import Image, ImageDraw
 from torch import Tensor
 from torchvision.transforms.v2 import functional as transforms
 
-from detr_bf.errors import InputError
+from detr_bf.common.errors import InputError
+from detr_bf.common.structures import Detections
+from detr_bf.common.text import counted
 from detr_bf.report.drawing import make_marks, paint_marks
 from detr_bf.report.fonts import legible, load_font, shorten
-from detr_bf.structures import Detections
-from detr_bf.text import counted
 
 CELL = 420  # pixels, width and largest height of one picture
 _GAP = 10  # pixels between the pictures of one image

@@ -10,15 +10,15 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from detr_bf.common.errors import InputError
 from detr_bf.config import RunConfig
 from detr_bf.engine import Checkpoint
-from detr_bf.errors import InputError
 from detr_bf.tasks.task import Task
 
 TASKS = {  # name -> (module, class)
     "detection": ("detr_bf.tasks.detection", "DetectionTask"),
-    "classification": ("detr_bf.tasks.classification", "ClassificationTask"),
-    "masked_autoencoding": ("detr_bf.tasks.masked_autoencoding", "MaskedTask"),
+    "classification": ("detr_bf.classification.task", "ClassificationTask"),
+    "masked_autoencoding": ("detr_bf.classification.masked_task", "MaskedTask"),
 }
 
 __all__ = ["TASKS", "Task", "require_task", "task_class", "task_of"]

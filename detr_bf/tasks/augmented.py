@@ -14,16 +14,16 @@ from torch import Tensor
 from torchvision.ops import box_convert
 
 from detr_bf.assembly.data import augmented_epochs, build_train_data
+from detr_bf.common.errors import InputError
+from detr_bf.common.files import atomic_write, check_output_file, make_output_folder
+from detr_bf.common.structures import Batch, Target
+from detr_bf.common.text import printable
 from detr_bf.config import DetectionConfig
 from detr_bf.data.augment import Augmentation
 from detr_bf.data.batches import SampleKey
 from detr_bf.data.coco import CocoDetection
 from detr_bf.data.transforms import Sample, mixup
-from detr_bf.errors import InputError
-from detr_bf.files import atomic_write, check_output_file, make_output_folder
 from detr_bf.report import Augmented, augmented_sheet, class_labels
-from detr_bf.structures import Batch, Target
-from detr_bf.text import printable
 
 _FILE = "augmented.png"  # in a folder
 _MARK = "detr-bf check --show-augmented"  # in the sheet: a file without it is not replaced

@@ -11,12 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from detr_bf.assembly.data import data_root, data_sources
-from detr_bf.config import DetectionConfig
-from detr_bf.data.checks.annotations import Report
-from detr_bf.data.checks.correction import Corrected, Correction, corrected_splits
-from detr_bf.data.coco import Source
-from detr_bf.errors import InputError
-from detr_bf.files import (
+from detr_bf.common.errors import InputError
+from detr_bf.common.files import (
     atomic_write,
     check_output_folder,
     make_output_folder,
@@ -25,8 +21,12 @@ from detr_bf.files import (
     write_json,
     write_text,
 )
+from detr_bf.common.text import printable
+from detr_bf.config import DetectionConfig
+from detr_bf.data.checks.annotations import Report
+from detr_bf.data.checks.correction import Corrected, Correction, corrected_splits
+from detr_bf.data.coco import Source
 from detr_bf.tasks.detection import DetectionTask
-from detr_bf.text import printable
 
 CHANGES_FILE = "changes.csv"
 SETTINGS_FILE = "data.yaml"

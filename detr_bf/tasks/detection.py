@@ -9,16 +9,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torchvision.ops import box_convert
 
-from detr_bf import distributed
 from detr_bf.assembly.data import (
     augmented_epochs,
-    build_eval_transform,
     build_loader,
     build_train_data,
     build_val_data,
@@ -35,7 +33,6 @@ from detr_bf.assembly.model import (
     build_model,
     build_panoptic_postprocess,
     build_postprocess,
-    device_of,
 )
 from detr_bf.assembly.training import (
     build_groups,
@@ -45,6 +42,11 @@ from detr_bf.assembly.training import (
     read_initial_weights,
     warn_of_other_division,
 )
+from detr_bf.common import distributed
+from detr_bf.common.devices import device_of
+from detr_bf.common.errors import InputError
+from detr_bf.common.files import SUSPECTS_FILE, WORST_FILE, WORST_MAPS_FILE, write_json
+from detr_bf.common.structures import Batch, ClassMap, Target
 from detr_bf.config import DetectionConfig, config_from_dict, config_to_dict
 from detr_bf.data.batches import SameSizeBatches, SampleKey, aspect_buckets, derive_seed, object_features
 from detr_bf.data.checks.annotations import Report, examine
@@ -69,7 +71,6 @@ from detr_bf.engine import (
     load_strict,
 )
 from detr_bf.engine.step import Criterion
-from detr_bf.errors import InputError
 from detr_bf.evaluation import (
     DEFAULT_THRESHOLD,
     CocoEvaluator,
@@ -79,7 +80,6 @@ from detr_bf.evaluation import (
     write_encoded,
     write_results,
 )
-from detr_bf.files import SUSPECTS_FILE, WORST_FILE, WORST_MAPS_FILE, write_json
 from detr_bf.report import (
     DETECTION_PAGE,
     PanopticSheetRow,
@@ -90,11 +90,7 @@ from detr_bf.report import (
     save_picture,
     tolerating,
 )
-from detr_bf.structures import Batch, ClassMap, Target
 from detr_bf.tasks.task import MOST_ERROR_PICTURES, Evaluate, MakeBatches, Task
-
-if TYPE_CHECKING:
-    from detr_bf.predictor import Predictor
 
 logger = logging.getLogger(__name__)
 
@@ -226,7 +222,7 @@ class DetectionTask(Task[DetectionConfig]):
         return make_batches, len(batches(epoch=0)), len(data)
 
     def build_evaluation(self, class_map: ClassMap, folder: RunFolder, data: CocoDetection | None = None) -> Evaluate:
-        return build_evaluation(self.config, class_map, device_of(self.config), folder)
+        return build_evaluation(self.config, class_map, device_of(self.config.device), folder)
 
     def load_evaluated(self, source: Path, checkpoint: Checkpoint | None = None) -> tuple[Detector, ClassMap]:
         if checkpoint is None:
@@ -264,40 +260,13 @@ class DetectionTask(Task[DetectionConfig]):
                 panoptic_rows = list(_panoptic_rows(folder, self.config, found))
                 save_picture(folder.panoptic_sheet, panoptic_sheet(panoptic_rows, names))
 
-    def predictor(self, checkpoint: Checkpoint, source: Path) -> Predictor:
-        from detr_bf.predictor import Predictor  # not needed for training
-        from detr_bf.sharing import Origin
-
-        config, classes = self.config, checkpoint.classes
-        model = build_and_load(lambda: self.build_model(classes.num_classes), checkpoint.weights, source)
-        if BATCH_FORMER not in training_only(config):
-            logger.warning(
-                "%s was trained with batch_former.mode=mini_batch_inference: the images of a batch attend to each "
-                "other, and an image that is predicted alone attends to itself, unlike in evaluation (batches of %d). "
-                "detr-bf predict and Predictor.__call__ predict images alone; Predictor.predict takes batch_size",
-                source,
-                config.eval.batch_size,
-            )
-        return Predictor(
-            model=model.to(device_of(config)).eval(),
-            class_map=classes,
-            transform=build_eval_transform(config),
-            postprocess=build_postprocess(config),
-            panoptic_postprocess=build_panoptic_postprocess(config, classes),
-            device=device_of(config),
-            max_pixels=config.data.max_pixels,
-            grey_bits=config.data.grey_bits,
-            thresholds=checkpoint.score_thresholds,
-            origin=Origin(checkpoint.config, source, ((checkpoint.training or {}).get("progress") or {}).get("step")),
-        )
-
     def deploy(self, checkpoint: Checkpoint, source: Path, target: Path) -> str:
         """Write the checkpoint without batch attention, averaged weights if there are any, and nothing to resume from.
 
         Raises:
             InputError: the detector has no batch attention, or evaluation uses it.
         """
-        from detr_bf.conversion import CHECKPOINT_SUFFIXES, same_outputs, writing  # not needed for training
+        from detr_bf.interop.conversion import CHECKPOINT_SUFFIXES, same_outputs, writing  # not needed for training
 
         if target.suffix not in CHECKPOINT_SUFFIXES:
             raise InputError(
@@ -467,9 +436,9 @@ def _panoptic_evaluation(config: DetectionConfig, data: CocoDetection, folder: R
 
 def _write_errors(folder: RunFolder, config: DetectionConfig, threshold: float, evaluation: DetectionEvaluator) -> None:
     """Write ``errors.json`` and the pictures of the worst images and of annotations to check."""
-    from detr_bf.evaluation.errors import error_document, label_suspects, worst_images
+    from detr_bf.evaluation.error_types import error_document, label_suspects, worst_images
     from detr_bf.evaluation.panoptic_errors import panoptic_document, worst_maps
-    from detr_bf.report import errors as pictures
+    from detr_bf.report import error_sections as pictures
 
     files = [folder.path / name for name in (WORST_FILE, SUSPECTS_FILE, WORST_MAPS_FILE)]
     for path in (folder.errors, *files):

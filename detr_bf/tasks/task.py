@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from detr_bf import interop
+from detr_bf.acceleration.allocator import keep_freed_memory
 from detr_bf.assembly.data import build_train_transforms
-from detr_bf.assembly.model import accelerate, device_of
+from detr_bf.assembly.model import accelerate
 from detr_bf.assembly.training import (
     changed_splits,
     check_same_classes,
@@ -26,16 +27,16 @@ from detr_bf.assembly.training import (
     train_settings,
     warn_of_slow_average,
 )
+from detr_bf.common.devices import device_of
+from detr_bf.common.errors import InputError
+from detr_bf.common.structures import ClassMap
+from detr_bf.common.text import listed
 from detr_bf.config import DetectionConfig, RunConfig, config_to_dict
 from detr_bf.data.checks.annotations import Report
 from detr_bf.engine import Checkpoint, EvaluationResult, RunFolder, Trainer, TrainingStep, build_and_load
 from detr_bf.engine.step import Criterion, TrainingBatch
-from detr_bf.errors import InputError
-from detr_bf.malloc import keep_freed_memory
 from detr_bf.report import TaskPage
 from detr_bf.report.detection import batch_former_source
-from detr_bf.structures import ClassMap
-from detr_bf.text import listed
 
 logger = logging.getLogger(__name__)
 
@@ -219,14 +220,6 @@ class Task(ABC, Generic[C]):
         """Write the result files and pictures of the last evaluation (rank 0 only)."""
 
     @abstractmethod
-    def predictor(self, checkpoint: Checkpoint, source: Path) -> Any:
-        """Return the trained model of a checkpoint, ready for images.
-
-        Raises:
-            InputError: the weights are another model's, or such a model predicts nothing.
-        """
-
-    @abstractmethod
     def deploy(self, checkpoint: Checkpoint, source: Path, target: Path) -> str:
         """Write the weights without what only training needs, and return a sentence about it.
 
@@ -252,7 +245,7 @@ class Task(ABC, Generic[C]):
         Raises:
             InputError: settings, data and weights do not fit together.
         """
-        config, device = self.config, device_of(self.config)
+        config, device = self.config, device_of(self.config.device)
         torch.manual_seed(config.seed)  # the same weights on all ranks
         data = self.load_data()
         check_same_classes(data.class_map, resume_from, folder)

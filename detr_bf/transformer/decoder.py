@@ -12,9 +12,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from detr_bf.boxes import relative_boxes
-from detr_bf.layers import FeedForward, MultiHeadAttention, Residual, full_precision
-from detr_bf.structures import Outputs, Queries, Target, TokenBatch
+from detr_bf.common.boxes import relative_boxes
+from detr_bf.common.structures import Outputs, Queries, Target, TokenBatch
+from detr_bf.transformer.attention import MultiHeadAttention
+from detr_bf.transformer.blocks import FeedForward, Residual, full_precision
 
 
 class Decoder(nn.Module):
@@ -95,7 +96,7 @@ class Heads(nn.Module):
 
     Args:
         classes, boxes: one (..., C) -> (..., K) and one (..., C) -> (..., 4) for all layers, or one for each.
-        eps: of the logits of the references, see :func:`detr_bf.boxes.inverse_sigmoid`.
+        eps: of the logits of the references, see :func:`detr_bf.common.boxes.inverse_sigmoid`.
     """
 
     def __init__(self, classes: Sequence[nn.Module], boxes: Sequence[nn.Module], *, eps: float = 1e-5) -> None:

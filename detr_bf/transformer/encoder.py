@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from detr_bf.batchformer import BatchFormerV2
-from detr_bf.layers import FeedForward, MultiHeadAttention, Residual
-from detr_bf.structures import TokenBatch
+from detr_bf.common.structures import TokenBatch
+from detr_bf.transformer.attention import MultiHeadAttention
+from detr_bf.transformer.blocks import FeedForward, Residual
 
 
 class Encoder(nn.Module):

@@ -11,9 +11,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from detr_bf.devices import tensor_on
-from detr_bf.layers import full_precision
-from detr_bf.structures import Queries, QueryGroup, Target, TokenBatch
+from detr_bf.common.devices import tensor_on
+from detr_bf.common.structures import Queries, QueryGroup, Target, TokenBatch
+from detr_bf.transformer.blocks import full_precision
 
 
 class LearnedQueries(nn.Module):

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from detr_bf.devices import tensor_on
-from detr_bf.structures import FeatureMap, TokenBatch, resize_mask
+from detr_bf.common.devices import tensor_on
+from detr_bf.common.structures import FeatureMap, TokenBatch, resize_mask
 
 
 class FeatureTokens(nn.Module):

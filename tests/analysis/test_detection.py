@@ -21,12 +21,11 @@ from detr_bf.analysis.inspected import InspectedDetector, load_inspected
 from detr_bf.assembly.model import build_postprocess
 from detr_bf.batchformer.inspection import attending, batch_former_of
 from detr_bf.commands import command_main
+from detr_bf.common.structures import Detections
 from detr_bf.evaluation import CocoEvaluator
-from detr_bf.layers import DeformableAttention, MultiHeadAttention
-from detr_bf.layers.attention import recorded_weights
-from detr_bf.models import load
+from detr_bf.inference.loading import load
 from detr_bf.ops import ms_deform_attn
-from detr_bf.structures import Detections
+from detr_bf.transformer.attention import DeformableAttention, MultiHeadAttention, recorded_weights
 from tests.analysis.test_batch_attention import config, table, trained
 
 analyze = command_main("analyze")

@@ -11,11 +11,11 @@ from PIL import Image
 
 from detr_bf.assembly import build_train_data, data_source
 from detr_bf.assembly.data import build_val_data
+from detr_bf.common.errors import InputError
 from detr_bf.config import DetectionConfig, config_from_dict, config_to_dict, load_config
 from detr_bf.data.batches import SampleKey
 from detr_bf.data.inputs import image_pixels
 from detr_bf.engine import Checkpoint, RunFolder
-from detr_bf.errors import InputError
 from detr_bf.tasks.detection import DetectionTask, _panoptic_evaluation, build_evaluation
 
 Factory = Callable[..., SimpleNamespace]

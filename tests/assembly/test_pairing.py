@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from detr_bf.common.structures import Batch
 from detr_bf.config import load_config
 from detr_bf.detectors import DETECTORS
 from detr_bf.engine import RunFolder, Trainer
-from detr_bf.structures import Batch
 from detr_bf.tasks import task_of
 
 ARMS = {

@@ -13,18 +13,19 @@ from torch import Tensor, nn
 
 from detr_bf.assembly import build_criterion, build_detector_criterion, build_groups, build_model
 from detr_bf.assembly.model import accelerate
-from detr_bf.assembly.plugins import add_diverse, add_encoder_plugins, add_v1, add_v2, encoder_of
+from detr_bf.assembly.plugins import add_encoder_plugins, encoder_of
+from detr_bf.classification.assembly import add_diverse, add_v1, add_v2
+from detr_bf.classification.config import PluginsConfig
+from detr_bf.common.errors import InputError
+from detr_bf.common.structures import Batch, Outputs, Target
 from detr_bf.config import DetectionConfig, load_config
-from detr_bf.config.classification import PluginsConfig
 from detr_bf.config.common import ContextBroadcastingConfig
 from detr_bf.config.detection import DetectorLocalizationConfig, DetectorPluginsConfig
 from detr_bf.detectors import Detector
 from detr_bf.engine import load_strict
-from detr_bf.errors import InputError
 from detr_bf.losses import SetCriterion
 from detr_bf.planning import trace
 from detr_bf.plugins import ContextBroadcasting, PluginCriterion, RelativeLocalizationLoss
-from detr_bf.structures import Batch, Outputs, Target
 from tests.detectors.tiny import (
     BLIND_TO_PADDING,
     DETECTORS,

@@ -11,12 +11,13 @@ import torch
 from detr_bf.assembly import build_model
 from detr_bf.assembly.data import _num_tokens, check_enough_tokens
 from detr_bf.assembly.training import check_same_classes, learning_rate, metrics_log, warn_of_slow_average
-from detr_bf.config import ClassifierConfig, DetectionConfig, load_config
+from detr_bf.classification.config import ClassifierConfig
+from detr_bf.common.errors import InputError
+from detr_bf.common.structures import ClassMap
+from detr_bf.config import DetectionConfig, load_config
 from detr_bf.data.coco import CocoDetection
 from detr_bf.engine import Checkpoint, RunFolder
 from detr_bf.engine.state import AveragedWeights
-from detr_bf.errors import InputError
-from detr_bf.structures import ClassMap
 from tests.checkpoints import training
 
 FOLDER = RunFolder(Path("run"))

@@ -10,8 +10,8 @@ from torchvision.transforms.v2 import functional as transforms
 
 from detr_bf.backbones import Backbone, build_backbone
 from detr_bf.backbones.backbone import normalize
-from detr_bf.errors import InputError
-from detr_bf.structures import resize_mask
+from detr_bf.common.errors import InputError
+from detr_bf.common.structures import resize_mask
 
 
 def build(name: str = "resnet18", **changes: object) -> Backbone:

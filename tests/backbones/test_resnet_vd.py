@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from detr_bf.backbones import Backbone, build_backbone
-from detr_bf.errors import InputError
+from detr_bf.common.errors import InputError
 from detr_bf.interop import to_foreign
 from tests.detectors.tiny import model
 

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torchvision.models import swin_t
 
 from detr_bf.backbones import Backbone, build_backbone, timm_backbone
-from detr_bf.errors import InputError
+from detr_bf.common.errors import InputError
 
 
 def build(name: str, **changes: object) -> Backbone:

@@ -11,7 +11,7 @@ from torchvision.models import resnet as torchvision_resnet
 
 from detr_bf.backbones import Backbone, build_backbone
 from detr_bf.backbones.weights import read_network_file
-from detr_bf.errors import InputError
+from detr_bf.common.errors import InputError
 
 
 def build(weights: str, name: str = "resnet18") -> Backbone:

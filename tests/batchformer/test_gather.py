@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from detr_bf import distributed
 from detr_bf.batchformer import BatchFormer, BatchFormerLayer, BatchFormerV2
-from detr_bf.structures import TokenBatch
+from detr_bf.common import distributed
+from detr_bf.common.structures import TokenBatch
 from tests.processes import run_together
 
 DIM = 16

@@ -22,10 +22,10 @@ from detr_bf.batchformer.inspection import (
     statistics,
     stream_distance,
 )
+from detr_bf.common.errors import InputError
+from detr_bf.common.structures import TokenBatch
 from detr_bf.config import load_config
 from detr_bf.engine import RunFolder
-from detr_bf.errors import InputError
-from detr_bf.structures import TokenBatch
 from detr_bf.tasks import task_of
 from detr_bf.transformer import Encoder, EncoderLayer, TokenAttention
 

@@ -10,8 +10,8 @@ from torch.utils.checkpoint import checkpoint
 from detr_bf.assembly import build_criterion, build_model
 from detr_bf.batchformer import BATCH_MIXERS, BatchFormerLayer
 from detr_bf.batchformer.mixers import BatchEncoderLayer
+from detr_bf.common.structures import Batch, Target
 from detr_bf.config import load_config
-from detr_bf.structures import Batch, Target
 from tests.kernels import compile_whole, compilers
 
 IMAGES, TOKENS, DIM, HEADS = 3, 50, 32, 4

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from detr_bf.batchformer import BatchFormer, StreamLoss, contrast_streams, repeat_targets
-from detr_bf.errors import InputError
+from detr_bf.common.errors import InputError
 
 IMAGES, DIM, CLASSES = 3, 16, 5
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from detr_bf.batchformer import BatchFormerLayer, BatchFormerV2
 from detr_bf.batchformer.v2 import MODES
-from detr_bf.errors import InputError
-from detr_bf.structures import TokenBatch
+from detr_bf.common.errors import InputError
+from detr_bf.common.structures import TokenBatch
 from detr_bf.transformer import Encoder, EncoderLayer, TokenAttention
 
 IMAGES, TOKENS, DIM, LAYERS = 3, 5, 16, 3

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import ms_deform_attn as benchmark
-from detr_bf.errors import InputError
+from detr_bf.common.errors import InputError
 from tests.kernels import needs_kernels
 
 

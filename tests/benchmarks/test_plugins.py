@@ -11,12 +11,12 @@ import pytest
 import torch
 
 import plugins
-from detr_bf.assembly.classifier_data import build_image_splits, train_batches
+from detr_bf.classification.assembly_data import build_image_splits, train_batches
 from detr_bf.classification.batch import LabelledImages
-from detr_bf.config import ClassifierConfig
+from detr_bf.classification.config import ClassifierConfig
+from detr_bf.classification.task import ClassificationTask
 from detr_bf.engine import RunFolder
 from detr_bf.plugins import num_streams
-from detr_bf.tasks.classification import ClassificationTask
 
 TINY = (
     "model.options.patch_size=8",

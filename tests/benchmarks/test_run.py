@@ -8,8 +8,8 @@ import torch
 
 import cases
 import run
+from detr_bf.common.structures import Outputs, PaddedTargets
 from detr_bf.losses import CrossEntropy, HungarianMatcher
-from detr_bf.structures import Outputs, PaddedTargets
 
 TINY = cases.Preset(
     64,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import serving
-from detr_bf.errors import InputError
+from detr_bf.common.errors import InputError
 
 
 def found(*boxes: list[float]) -> dict[str, object]:

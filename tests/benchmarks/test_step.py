@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import cases
 import step
 from detr_bf.assembly import build_criterion, build_model
-from detr_bf.structures import TokenBatch
+from detr_bf.common.structures import TokenBatch
 from step import Stopwatch, Timed
 
 TINY = (

@@ -25,8 +25,8 @@ from detr_bf.classification.augmentation import (
     shifted,
 )
 from detr_bf.classification.batch import ClassTargets, LabelledImage, LabelledImages
+from detr_bf.common.errors import InputError
 from detr_bf.data.batches import SampleKey
-from detr_bf.errors import InputError
 
 MEAN, STD = [0.5, 0.4, 0.3], [0.2, 0.25, 0.5]
 EVERYTHING = {

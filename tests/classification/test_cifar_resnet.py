@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from detr_bf.classification.cifar_resnet import BasicBlock, cifar_resnet
-from detr_bf.errors import InputError
+from detr_bf.common.errors import InputError
 from detr_bf.plugins import add_batchformer, num_streams
 
 

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from detr_bf import distributed
 from detr_bf.classification.batch import ClassTargets
 from detr_bf.classification.criterion import BalancedSoftmax, ClassifierCriterion, RideLoss, cross_entropy
-from detr_bf.errors import InputError
+from detr_bf.common import distributed
+from detr_bf.common.errors import InputError
 from detr_bf.plugins import (
     add_batchformer,
     add_batchformer_v2,

@@ -23,9 +23,9 @@ from detr_bf.classification.data import (
     kept_indices,
     long_tail_counts,
 )
+from detr_bf.common.errors import InputError
 from detr_bf.data.batches import EpochBatches, SampleKey
 from detr_bf.data.loader import make_loader
-from detr_bf.errors import InputError
 
 CLASSES = class_map_of(["a", "b", "c"])
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from detr_bf.classification.debian import Package, unpacked
-from detr_bf.errors import InputError
+from detr_bf.common.errors import InputError
 
 
 def test_file_name_is_the_one_apt_writes() -> None:

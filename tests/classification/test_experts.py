@@ -7,12 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from detr_bf.assembly.network import build_network
 from detr_bf.batchformer import BatchFormer
 from detr_bf.classification.batch import ClassTargets
 from detr_bf.classification.criterion import ClassifierCriterion, RideLoss
 from detr_bf.classification.experts import SCALE, CosineLinear, ExpertResNet
-from detr_bf.errors import InputError
+from detr_bf.classification.network import build_network
+from detr_bf.common.errors import InputError
 from detr_bf.plugins import add_batchformer, num_streams
 
 CLASSES, SIDE = 5, 32

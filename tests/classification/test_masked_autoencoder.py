@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from detr_bf import distributed
 from detr_bf.classification.masked_autoencoder import (
     MaskedAutoencoder,
     MaskedCriterion,
@@ -24,7 +23,8 @@ from detr_bf.classification.masked_autoencoder import (
     sine_positions,
     visible_indices,
 )
-from detr_bf.errors import InputError
+from detr_bf.common import distributed
+from detr_bf.common.errors import InputError
 from tests.classification.masked import CLOSE, PATCHES, SIDE, VISIBLE, autoencoder, batch_former
 from tests.plugins import tiny
 from tests.processes import run_together

@@ -23,8 +23,8 @@ from detr_bf.classification.metrics import (
     reliability,
     write_predictions,
 )
-from detr_bf.errors import InputError
-from detr_bf.structures import ClassMap
+from detr_bf.common.errors import InputError
+from detr_bf.common.structures import ClassMap
 
 
 def class_map(count: int) -> ClassMap:

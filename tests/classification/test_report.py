@@ -15,15 +15,11 @@ from PIL import Image
 from torch import Tensor
 from torchvision.transforms.v2 import functional as transforms
 
-from detr_bf.classification.metrics import ClassAccuracy, ClassificationResult, ReconstructionResult
-from detr_bf.classification.report import figures as class_figures
-from detr_bf.classification.report.figures import save_class_accuracies, save_confusion
-from detr_bf.classification.report.page import CLASSIFICATION_PAGE, MASKED_PAGE, data_sentence, plugin_names
-from detr_bf.classification.report.sheet import ClassifiedImage, classification_sheet, reconstruction_sheet
-from detr_bf.config import ClassifierConfig, MaskedConfig, config_to_yaml
-from detr_bf.config.classification import (
+from detr_bf.classification import figures as class_figures
+from detr_bf.classification.config import (
     BatchFormerPluginConfig,
     BatchFormerV2PluginConfig,
+    ClassifierConfig,
     ClassifierDataConfig,
     DiversePatchConfig,
     ImageDataConfig,
@@ -31,9 +27,15 @@ from detr_bf.config.classification import (
     PluginsConfig,
     RelativeLocalizationConfig,
 )
+from detr_bf.classification.figures import save_class_accuracies, save_confusion
+from detr_bf.classification.masked_config import MaskedConfig
+from detr_bf.classification.metrics import ClassAccuracy, ClassificationResult, ReconstructionResult
+from detr_bf.classification.page import CLASSIFICATION_PAGE, MASKED_PAGE, data_sentence, plugin_names
+from detr_bf.classification.sheet import ClassifiedImage, classification_sheet, reconstruction_sheet
+from detr_bf.common.errors import InputError
+from detr_bf.common.files import write_json, write_text
+from detr_bf.config import config_to_yaml
 from detr_bf.config.common import ContextBroadcastingConfig
-from detr_bf.errors import InputError
-from detr_bf.files import write_json, write_text
 from detr_bf.report import save_picture, write_report
 from tests.report.page import Page
 

@@ -19,7 +19,7 @@ from detr_bf.classification import sources
 from detr_bf.classification.checks import examine_images
 from detr_bf.classification.data import ArrayImages, FileImages, require_no_flips, require_two_classes
 from detr_bf.classification.sources import data_folder, pairs_of, read_splits
-from detr_bf.errors import InputError
+from detr_bf.common.errors import InputError
 
 
 def paint(path: Path, shade: int = 0) -> None:

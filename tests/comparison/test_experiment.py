@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from detr_bf.common.errors import InputError
 from detr_bf.comparison.experiment import ExperimentCell, flat_settings, read_experiment
 from detr_bf.config import load_config, packaged_configs, packaged_experiments
-from detr_bf.errors import InputError
 
 BASE = "model: {num_queries: 7}\ntrain: {epochs: 3}\n"
 ARMS = "arms:\n  off: [batch_former.enabled=false]\n  two_stream: [batch_former.enabled=true]\n"

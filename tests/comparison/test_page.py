@@ -21,10 +21,10 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from detr_bf.common.errors import InputError
 from detr_bf.comparison import figures
 from detr_bf.comparison.figures import arm_plot, change_text, forest_plot, overview_plot, signed
 from detr_bf.comparison.page import markdown_table, write_page
-from detr_bf.errors import InputError
 from tests.report.page import Page
 
 NAMES = (

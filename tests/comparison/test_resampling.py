@@ -13,7 +13,11 @@ import pytest
 import torch
 
 from detr_bf.classification.batch import ClassTargets, LabelledImages
+from detr_bf.classification.config import ClassifierConfig
 from detr_bf.classification.metrics import ClassificationEvaluator, write_predictions
+from detr_bf.common.errors import InputError
+from detr_bf.common.files import write_json, write_text
+from detr_bf.common.structures import ClassMap, Detections, PanopticMap
 from detr_bf.comparison.resampling import (
     BoxTable,
     ClassifierTable,
@@ -25,11 +29,8 @@ from detr_bf.comparison.resampling import (
     table_from_dict,
     table_of,
 )
-from detr_bf.config import ClassifierConfig, DetectionConfig, config_from_dict, config_to_yaml
-from detr_bf.errors import InputError
+from detr_bf.config import DetectionConfig, config_from_dict, config_to_yaml
 from detr_bf.evaluation import CocoEvaluator, PanopticEvaluator, PanopticFile, write_panoptic, write_results
-from detr_bf.files import write_json, write_text
-from detr_bf.structures import ClassMap, Detections, PanopticMap
 
 Folder = Callable[..., SimpleNamespace]
 

@@ -19,12 +19,12 @@ import pytest
 from filelock import FileLock
 
 from detr_bf.commands import command_main
+from detr_bf.common.errors import InputError
 from detr_bf.comparison import runner
 from detr_bf.comparison.experiment import Experiment, ExperimentCell, flat_settings, read_experiment
 from detr_bf.comparison.records import ExperimentFolder, changed_settings, num_rows
 from detr_bf.config import config_to_yaml, load_config
 from detr_bf.engine import RunFolder, RunMarker
-from detr_bf.errors import InputError
 from tests.comparison import stubs
 from tests.tools.launch import children
 

@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 import torch
 
+from detr_bf.common.errors import InputError
+from detr_bf.common.structures import ClassMap, PanopticMap, Segment
 from detr_bf.comparison.tables import BOX_TABLE_METRICS, BoxTable, ClassifierTable, PanopticTable, table_from_dict
-from detr_bf.errors import InputError
 from detr_bf.evaluation import PanopticEvaluator, write_panoptic
 from detr_bf.evaluation.coco import _twelve_numbers, match_and_accumulate
-from detr_bf.structures import ClassMap, PanopticMap, Segment
 
 BCCD = Path(__file__).parents[3] / "shared" / "data" / "bccd"
 CLOSE = {"rtol": 0, "atol": 1e-12}

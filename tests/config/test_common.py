@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
-from detr_bf.config import ClassifierConfig, DetectionConfig, MaskedConfig, load_config
+from detr_bf.classification.config import ClassifierConfig
+from detr_bf.classification.masked_config import MaskedConfig
+from detr_bf.common.errors import InputError
+from detr_bf.config import DetectionConfig, load_config
 from detr_bf.config.common import ARGUMENTS, FRACTION, Rule
-from detr_bf.errors import InputError
 
 SCHEMAS = (DetectionConfig, ClassifierConfig, MaskedConfig)
 

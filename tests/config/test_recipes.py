@@ -15,12 +15,12 @@ import torch
 import yaml
 from torch import nn
 
-from detr_bf.assembly.classification import build_classifier, build_masked_autoencoder
 from detr_bf.assembly.data import augmented_epochs
 from detr_bf.assembly.model import build_classification
 from detr_bf.assembly.training import learning_rate
-from detr_bf.config import SCHEMAS, config_to_dict, known_keys, load_config, packaged_configs, packaged_experiments
-from detr_bf.errors import InputError
+from detr_bf.classification.assembly import build_classifier, build_masked_autoencoder
+from detr_bf.common.errors import InputError
+from detr_bf.config import config_to_dict, known_keys, load_config, packaged_configs, packaged_experiments, schema_of
 from detr_bf.losses import MatchabilityAware
 
 ROOT = Path(__file__).parents[2]
@@ -105,7 +105,7 @@ def depth(path: Path) -> int:
 
 @pytest.mark.parametrize("name", FILES)
 def test_every_file_loads(name: str) -> None:
-    assert type(load(name)) is SCHEMAS[TASKS.get(name.split("/")[0], "detection")]
+    assert type(load(name)) is schema_of(TASKS.get(name.split("/")[0], "detection"))
 
 
 @pytest.mark.parametrize("name", FILES)

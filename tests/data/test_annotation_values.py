@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
+from detr_bf.common.errors import InputError
+from detr_bf.common.structures import ClassMap, Detections
 from detr_bf.data.annotation_values import annotation_values, is_crowd, object_area, png_name, value_text
 from detr_bf.data.checks.annotations import examine
 from detr_bf.data.coco import CocoDetection, Source, read_annotations
 from detr_bf.data.transforms import eval_transform
-from detr_bf.errors import InputError
 from detr_bf.evaluation import CocoEvaluator, PanopticEvaluator
-from detr_bf.structures import ClassMap, Detections
 
 Factory = Callable[..., SimpleNamespace]
 HUGE = 10**400

@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torchvision.tv_tensors import BoundingBoxes, Image, Mask
 
 from detr_bf.assembly.data import augmented_epochs, build_loader, build_train_data
+from detr_bf.common.errors import InputError
 from detr_bf.config import DetectionConfig, load_config
 from detr_bf.data.augment import (
     AUGMENTATIONS,
@@ -29,7 +30,6 @@ from detr_bf.data.augment import (
 from detr_bf.data.batches import EpochBatches, SampleKey
 from detr_bf.data.coco import CocoDetection
 from detr_bf.data.transforms import Sample, SquareResize
-from detr_bf.errors import InputError
 
 # Colours of labels 0 to 7; any two differ by 255 in a channel. Black is the background.
 COLOURS = torch.tensor([c for c in itertools.product((0, 255), repeat=3) if any(c)], dtype=torch.int16)

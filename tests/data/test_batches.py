@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from detr_bf.common.errors import InputError
 from detr_bf.data.batches import EpochBatches, SameSizeBatches, SampleKey, aspect_buckets, derive_seed, object_features
-from detr_bf.errors import InputError
 
 
 def batches(num_samples: int, batch_size: int, **changes: object) -> list[list[SampleKey]]:

@@ -10,12 +10,12 @@ import pytest
 import torch
 from PIL import Image
 
+from detr_bf.common.errors import InputError
+from detr_bf.common.structures import ClassMap
 from detr_bf.data.batches import SampleKey, derive_seed
 from detr_bf.data.coco import CocoDetection, read_annotations
 from detr_bf.data.images import read_image
 from detr_bf.data.transforms import eval_transform, train_transform
-from detr_bf.errors import InputError
-from detr_bf.structures import ClassMap
 
 Factory = Callable[..., SimpleNamespace]
 PLAIN = eval_transform(short_side=48, max_size=1000)  # leaves the fixture's 64 x 48 images unchanged

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from detr_bf.common.errors import InputError
 from detr_bf.data import coco, coco_reader
 from detr_bf.data.annotation_values import crowd_mask, suspect_crowds
 from detr_bf.data.batches import SampleKey
@@ -25,7 +26,6 @@ from detr_bf.data.coco import CocoAnnotations, CocoDetection, Source, read_annot
 from detr_bf.data.coco_reader import decode_columns
 from detr_bf.data.columns import Entries, UnsupportedError
 from detr_bf.data.transforms import eval_transform
-from detr_bf.errors import InputError
 from detr_bf.evaluation.coco import load_ground_truth
 
 Factory = Callable[..., SimpleNamespace]

@@ -17,13 +17,13 @@ import numpy as np
 import pytest
 import torch
 
+from detr_bf.common.errors import InputError
 from detr_bf.data import coco, column_cache
 from detr_bf.data.batches import SampleKey
 from detr_bf.data.coco import CocoDetection, read_annotations
 from detr_bf.data.column_cache import read_columns
 from detr_bf.data.columns import ColumnStore, Entries
 from detr_bf.data.transforms import eval_transform
-from detr_bf.errors import InputError
 
 Factory = Callable[..., SimpleNamespace]
 PLAIN = eval_transform(short_side=48, max_size=1000)

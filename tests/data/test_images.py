@@ -13,9 +13,9 @@ import torch
 from PIL import Image
 from PIL.ImageFile import ImageFile
 
+from detr_bf.common.errors import InputError
 from detr_bf.data.images import ImageSizes, boxes_as_stored, check_image, decode_image, read_image
 from detr_bf.data.masks import read_ids
-from detr_bf.errors import InputError
 
 RED, BLUE = (220, 20, 20), (20, 20, 220)
 

@@ -10,12 +10,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from detr_bf.common.errors import InputError
+from detr_bf.common.structures import Batch, Target
 from detr_bf.data.batches import EpochBatches, SameSizeBatches, SampleKey
 from detr_bf.data.coco import CocoDetection
 from detr_bf.data.loader import make_loader
 from detr_bf.data.transforms import train_transform
-from detr_bf.errors import InputError
-from detr_bf.structures import Batch, Target
 
 Factory = Callable[..., SimpleNamespace]
 TRAINING = train_transform(

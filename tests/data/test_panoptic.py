@@ -13,14 +13,14 @@ from torch import Tensor
 from torchvision.ops import box_convert
 
 from detr_bf.assembly import build_train_data, build_val_data, data_source
+from detr_bf.common.errors import InputError
+from detr_bf.common.structures import Batch, ClassMap, Target
 from detr_bf.config import load_config
 from detr_bf.data.batches import EpochBatches, SampleKey
 from detr_bf.data.coco import CocoDetection, read_annotations
 from detr_bf.data.loader import make_loader
 from detr_bf.data.masks import SegmentExtent, encoded_ids, read_ids, segment_extents
 from detr_bf.data.transforms import eval_transform, train_transform
-from detr_bf.errors import InputError
-from detr_bf.structures import Batch, ClassMap, Target
 
 Factory = Callable[..., SimpleNamespace]
 PLAIN = eval_transform(short_side=48, max_size=1000)  # leaves the fixture's 64 x 48 images unchanged

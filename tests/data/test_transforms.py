@@ -10,6 +10,8 @@ from torchvision.ops import box_convert
 from torchvision.tv_tensors import BoundingBoxes, Image, Mask, wrap
 
 from detr_bf.assembly.data import build_train_data
+from detr_bf.common.errors import InputError
+from detr_bf.common.structures import Batch, Target
 from detr_bf.config import load_config
 from detr_bf.data.batches import SampleKey
 from detr_bf.data.transforms import (
@@ -22,8 +24,6 @@ from detr_bf.data.transforms import (
     resized_size,
     train_transform,
 )
-from detr_bf.errors import InputError
-from detr_bf.structures import Batch, Target
 
 
 def sample(height: int, width: int, *corners: tuple[int, int, int, int]) -> Sample:

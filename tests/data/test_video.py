@@ -23,15 +23,15 @@ import torch
 from PIL import Image
 from torch import nn
 
-from detr_bf.cli import run_tool
 from detr_bf.commands import predict as command
 from detr_bf.commands.model_arguments import predict_arguments
+from detr_bf.common.errors import InputError
+from detr_bf.common.structures import ClassMap, Detections
+from detr_bf.common.terminal import run_tool
 from detr_bf.data import video
 from detr_bf.data.video import read_frames
-from detr_bf.errors import InputError
-from detr_bf.prediction import FramePrediction
-from detr_bf.predictor import Predictor
-from detr_bf.structures import ClassMap, Detections
+from detr_bf.inference.prediction import FramePrediction
+from detr_bf.inference.predictor import Predictor
 
 HEIGHT, WIDTH, COUNT, RATE = 48, 80, 12, 25
 

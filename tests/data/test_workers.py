@@ -18,12 +18,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from detr_bf.common.errors import TrainingError
+from detr_bf.common.structures import Batch, Target
 from detr_bf.data.batches import EpochBatches, SampleKey
 from detr_bf.data.coco import CocoDetection
 from detr_bf.data.loader import make_loader
 from detr_bf.data.workers import MAX_DEATHS, WorkerDiedError, restart_dead_workers
-from detr_bf.errors import TrainingError
-from detr_bf.structures import Batch, Target
 from tests.data.test_loader import TRAINING, Factory, assert_same, load, load_all
 
 
@@ -320,7 +320,7 @@ from pathlib import Path
 from detr_bf.data.coco import CocoDetection
 from detr_bf.data.batches import EpochBatches
 from detr_bf.data.loader import make_loader
-from detr_bf.structures import Batch
+from detr_bf.common.structures import Batch
 from tests.data.test_loader import TRAINING
 
 def main():

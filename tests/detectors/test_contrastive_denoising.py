@@ -8,6 +8,8 @@ from functools import partial
 import pytest
 import torch
 
+from detr_bf.common.errors import InputError
+from detr_bf.common.structures import Batch, Target
 from detr_bf.detectors import Options
 from detr_bf.detectors.denoising import (
     DUMMY_BOX,
@@ -18,9 +20,7 @@ from detr_bf.detectors.denoising import (
     contrastive_slots,
     group_count,
 )
-from detr_bf.errors import InputError
 from detr_bf.losses import Focal, HungarianMatcher, SetCriterion
-from detr_bf.structures import Batch, Target
 from tests.detectors.tiny import (
     CHANNELS,
     DETECTORS,

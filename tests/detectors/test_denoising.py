@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from detr_bf import distributed
+from detr_bf.common import distributed
+from detr_bf.common.structures import Batch, Target
 from detr_bf.detectors import Detector
 from detr_bf.detectors.dn_detr import Noise, noised
 from detr_bf.engine.step import TrainingStep, wrap_ddp
 from detr_bf.losses import Focal, HungarianMatcher, LossReport, SetCriterion
-from detr_bf.structures import Batch, Target
 from tests.detectors.tiny import IMAGES, LAYERS, LOGITS, QUERIES, batch_former, images, model, shaken
 from tests.processes import run_together
 

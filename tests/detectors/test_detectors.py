@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import nn
 
+from detr_bf.common.errors import InputError
+from detr_bf.common.structures import Batch, FeatureMap, Outputs, Queries, TokenBatch
 from detr_bf.detectors import Options
 from detr_bf.detectors.dab_detr import AnchorQueries
-from detr_bf.errors import InputError
-from detr_bf.layers import LearnedPosition, SinePosition
-from detr_bf.structures import Batch, FeatureMap, Outputs, Queries, TokenBatch
 from detr_bf.transformer import Encoder, LearnedQueries
+from detr_bf.transformer.position import LearnedPosition, SinePosition
 from tests.detectors.tiny import (
     BLIND_TO_PADDING,
     DETECTORS,

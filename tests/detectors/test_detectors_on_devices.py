@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from detr_bf.devices import float32_products
+from detr_bf.common.devices import float32_products
 from detr_bf.engine.step import TrainingStep
 from detr_bf.losses import CrossEntropy, Focal, HungarianMatcher, SetCriterion
 from detr_bf.losses.matcher import Matches

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
+from detr_bf.common.errors import InputError
+from detr_bf.common.structures import Outputs
 from detr_bf.detectors.groups import query_groups
 from detr_bf.detectors.two_stage import TokenProposals
-from detr_bf.errors import InputError
 from detr_bf.losses import Focal, HungarianMatcher, LossReport, SetCriterion
-from detr_bf.structures import Outputs
 from tests.detectors.tiny import DETECTORS, QUERIES, images, model, shaken
 
 GROUPS = 3

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from detr_bf.batchformer import BatchFormerV2
+from detr_bf.common.structures import FeatureMap, Outputs
 from detr_bf.detectors import Detector, MaskHead
 from detr_bf.detectors.mask_head import AttentionMaps, box_coverage
-from detr_bf.structures import FeatureMap, Outputs
 from tests.detectors.tiny import CHANNELS, DETECTORS, DIM, IMAGES, LAYERS, Averages, images, model, with_fixed_norms
 
 HEADS = 2

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from detr_bf.batchformer import BatchFormerV2
+from detr_bf.common.structures import Batch, FeatureMap, QueryGroup, Target
 from detr_bf.detectors import Detector, Options
 from detr_bf.detectors.conditional_detr import conditional_detr
 from detr_bf.detectors.dab_deformable_detr import dab_deformable_detr
@@ -22,7 +23,6 @@ from detr_bf.detectors.groups import query_groups
 from detr_bf.detectors.rtdetr import rtdetr, rtdetrv2
 from detr_bf.detectors.smca import smca
 from detr_bf.detectors.smca_multi_scale import smca_multi_scale
-from detr_bf.structures import Batch, FeatureMap, QueryGroup, Target
 
 IMAGES, CHANNELS, DIM, QUERIES, LOGITS, LAYERS = 2, 3, 32, 5, 4, 2
 PATTERNS = 3

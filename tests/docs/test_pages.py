@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from detr_bf.classification.config import ClassifierConfig
+from detr_bf.classification.masked_config import MaskedConfig
 from detr_bf.commands import COMMANDS
-from detr_bf.config import ClassifierConfig, DetectionConfig, MaskedConfig, known_keys
+from detr_bf.config import DetectionConfig, known_keys
 
 ROOT = Path(__file__).parents[2]
 NAMES = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md"]
@@ -124,7 +126,9 @@ def test_python_examples_compile_and_their_imports_exist(name: str, block: str) 
 
 
 def test_python_example_of_batch_attention_runs() -> None:
-    section = text("docs/batch_attention.md").partition("## As a module")[2]  # tests/test_extensions.py runs the other
+    section = text("docs/batch_attention.md").partition("## As a module")[
+        2
+    ]  # tests/common/test_extensions.py runs the other
     (block,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
     names: dict[str, object] = {}
     exec(compile(block, "batch_attention.md", "exec"), names)

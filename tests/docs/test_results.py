@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from detr_bf.commands import main
-from detr_bf.comparison.analysis import analyze
+from detr_bf.comparison.document import analyze
 from detr_bf.comparison.experiment import read_experiment
 from detr_bf.comparison.page import markdown_table
 from detr_bf.comparison.records import ExperimentFolder, collect

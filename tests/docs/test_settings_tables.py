@@ -13,12 +13,14 @@ import numpy as np
 import pytest
 import torch
 
-from detr_bf.config import ClassifierConfig, DetectionConfig, MaskedConfig, known_keys
+from detr_bf.classification.config import ClassifierConfig
+from detr_bf.classification.masked_config import MaskedConfig
+from detr_bf.common.files import write_json
+from detr_bf.common.structures import ClassMap, Detections
+from detr_bf.config import DetectionConfig, known_keys
 from detr_bf.config.described import described_settings
-from detr_bf.evaluation.errors import error_document
+from detr_bf.evaluation.error_types import error_document
 from detr_bf.evaluation.matching import image_errors
-from detr_bf.files import write_json
-from detr_bf.structures import ClassMap, Detections
 
 DOCS = Path(__file__).parents[2] / "docs"
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from detr_bf.common.structures import Batch, ClassMap
 from detr_bf.engine.step import TrainingStep
 from detr_bf.losses import CrossEntropy, HungarianMatcher, LossReport, SetCriterion
-from detr_bf.structures import Batch, ClassMap
 from tests.detectors import tiny
 from tests.references.examples import random_targets
 

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from detr_bf.batchformer import BatchFormerV2
+from detr_bf.common.errors import InputError
+from detr_bf.common.structures import ClassMap
 from detr_bf.engine import Checkpoint, build_and_load, load_checkpoint, load_fitting, load_strict
-from detr_bf.errors import InputError
 from detr_bf.evaluation import ScoreThresholds
-from detr_bf.structures import ClassMap
 from tests.checkpoints import training
 
 CLASSES = ClassMap((3, 7, 90), ("cat", "dog", "bird"))

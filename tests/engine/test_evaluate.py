@@ -14,14 +14,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from detr_bf import distributed
+from detr_bf.common import distributed
+from detr_bf.common.structures import Detections, Outputs, Target
 from detr_bf.config import load_config
 from detr_bf.data.coco import read_annotations
 from detr_bf.engine import DetectionEvaluator, Evaluation, EvaluationLoop, RunFolder
 from detr_bf.engine.evaluate import EvaluationStopped
 from detr_bf.evaluation import CocoEvaluator, Result
 from detr_bf.losses import LossReport
-from detr_bf.structures import Detections, Outputs, Target
 from detr_bf.tasks import task_of
 from tests.engine.steps import Examples, examples
 from tests.processes import run_together

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from detr_bf import distributed
+from detr_bf.common import distributed
+from detr_bf.common.structures import Batch, FeatureMap, Outputs, Queries, TokenBatch
 from detr_bf.detectors import MaskHead
 from detr_bf.engine.checkpoint import rng_state
 from detr_bf.engine.recovery import Fault, all_finite, find_fault, tensors_in
 from detr_bf.engine.step import TrainingStep, wrap_ddp
 from detr_bf.losses import LossReport
-from detr_bf.structures import Batch, FeatureMap, Outputs, Queries, TokenBatch
 from tests.detectors import tiny
 from tests.engine.steps import batches, step_of
 from tests.processes import run_together

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from detr_bf.common.errors import InputError, Interrupted
 from detr_bf.engine import Logger, MetricsLog, RunFolder, check_loggers, make_loggers
-from detr_bf.errors import InputError, Interrupted
 from tests.references.wandb_file import wandb_rows
 
 CONFIG = {"seed": 42, "train.epochs": 3, "train.loggers": ["wandb"], "model.name": "detr"}

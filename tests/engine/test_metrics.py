@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from detr_bf.common.errors import InputError
 from detr_bf.engine import MetricsLog
 from detr_bf.engine.metrics import EpochMeans, training_line
-from detr_bf.errors import InputError
 from tests.references.damage import DAMAGED_LINES
 
 

@@ -10,12 +10,12 @@ from torch import nn
 
 from detr_bf.backbones import build_backbone
 from detr_bf.batchformer import BatchFormer, BatchFormerV2
+from detr_bf.common.errors import InputError
 from detr_bf.detectors import Options
 from detr_bf.detectors.deformable_detr import deformable_detr
 from detr_bf.detectors.detr import detr
 from detr_bf.engine import LearningRate, build_optimizer, parameter_groups
 from detr_bf.engine.optimizer import image_parameter_groups, load_optimizer
-from detr_bf.errors import InputError
 from detr_bf.plugins import add_batchformer, add_batchformer_v2, add_context_broadcasting, add_diverse_patch
 from tests.checkpoints import training
 from tests.detectors import tiny as tiny_detectors

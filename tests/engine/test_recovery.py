@@ -12,8 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from detr_bf import distributed
 from detr_bf.classification.batch import ClassTargets, LabelledImages
+from detr_bf.common import distributed
+from detr_bf.common.errors import InputError, TrainingError
+from detr_bf.common.structures import Batch, ClassMap
 from detr_bf.engine.checkpoint import rng_state, set_rng_state
 from detr_bf.engine.recovery import (
     MAX_CAPTURES,
@@ -30,8 +32,6 @@ from detr_bf.engine.recovery import (
 from detr_bf.engine.run_folder import RunFolder
 from detr_bf.engine.state import TrainingState
 from detr_bf.engine.step import ReducedFlags, TrainingStep
-from detr_bf.errors import InputError, TrainingError
-from detr_bf.structures import Batch, ClassMap
 from tests.detectors import tiny
 from tests.engine import steps
 from tests.engine.steps import Examples, batches, examples, regression, spoilt, squared_error, step_of

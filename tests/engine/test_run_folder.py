@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from detr_bf.common.errors import InputError
+from detr_bf.common.files import UNFINISHED, atomic_write
 from detr_bf.engine import CreatedFiles, RunFolder, RunMarker
-from detr_bf.errors import InputError
-from detr_bf.files import UNFINISHED, atomic_write
 
 HOLD = """
 import multiprocessing, sys, time

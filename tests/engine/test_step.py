@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from detr_bf import distributed
+from detr_bf.common import distributed
+from detr_bf.common.structures import Batch, Target
 from detr_bf.detectors import MaskHead
 from detr_bf.detectors.denoising import ContrastiveDenoising
 from detr_bf.engine.step import DeferredSignals, TrainingStep, reduce_flags, sync_gradients, wrap_ddp
 from detr_bf.losses import CrossEntropy, Focal, HungarianMatcher, SetCriterion
-from detr_bf.structures import Batch, Target
 from tests.detectors import tiny
 from tests.processes import run_together
 

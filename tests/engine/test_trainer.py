@@ -17,13 +17,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from detr_bf import distributed
-from detr_bf.devices import HostCopy
+from detr_bf.common import distributed
+from detr_bf.common.devices import HostCopy
+from detr_bf.common.errors import InputError, Interrupted, TrainingError
 from detr_bf.engine import Checkpoint, LearningRate, MetricsLog, RunFolder, Trainer, TrainingStep, TrainSettings
 from detr_bf.engine.checkpoint import load_checkpoint
 from detr_bf.engine.recovery import load_capture
 from detr_bf.engine.state import TrainingState
-from detr_bf.errors import InputError, Interrupted, TrainingError
 from detr_bf.evaluation import ScoreThresholds
 from detr_bf.losses import LossReport
 from tests.engine.steps import BATCHES, CLASSES, FEATURES, Examples, examples, regression, spoilt, squared_error

@@ -12,13 +12,13 @@ from torch import Tensor
 from detr_bf.classification.batch import ClassTargets, LabelledImages
 from detr_bf.classification.criterion import ClassifierCriterion, RideLoss, cross_entropy
 from detr_bf.classification.masked_autoencoder import MaskedCriterion
+from detr_bf.common.devices import HostCopy, tensor_on
+from detr_bf.common.errors import InputError
+from detr_bf.common.structures import Batch
 from detr_bf.detectors.mask_head import MaskHead
-from detr_bf.devices import HostCopy, tensor_on
 from detr_bf.engine.step import TrainingStep, reduce_flags
-from detr_bf.errors import InputError
 from detr_bf.losses import CrossEntropy, Focal, HungarianMatcher, MatchabilityAware, SetCriterion, Varifocal
 from detr_bf.plugins import patch_cutmix
-from detr_bf.structures import Batch
 from tests.classification.masked import autoencoder, batch_former
 from tests.detectors import tiny
 from tests.engine.steps import batches

@@ -18,14 +18,14 @@ import pytest
 import torch
 from torchvision.ops import box_convert
 
+from detr_bf.common.errors import InputError
+from detr_bf.common.structures import ClassMap, Detections
 from detr_bf.data.batches import SampleKey
 from detr_bf.data.coco import CocoDetection
 from detr_bf.data.masks import read_ids
-from detr_bf.errors import InputError
 from detr_bf.evaluation import CocoEvaluator, CocoSummary, merge_shards, to_coco_results, write_results
 from detr_bf.evaluation import coco as coco_module
-from detr_bf.postprocess import encoded
-from detr_bf.structures import ClassMap, Detections
+from detr_bf.losses.postprocess import encoded
 
 CocoFolder = Callable[..., SimpleNamespace]
 ENGINES = ("pycocotools", "hotcoco")

@@ -15,11 +15,11 @@ import pytest
 import torch
 from PIL import Image
 
+from detr_bf.common.errors import InputError
+from detr_bf.common.structures import ClassMap, PanopticMap, Segment
 from detr_bf.data.annotation_values import MAX_ID
 from detr_bf.data.masks import read_ids
-from detr_bf.errors import InputError
 from detr_bf.evaluation import PanopticEvaluator, PanopticSummary, write_panoptic
-from detr_bf.structures import ClassMap, PanopticMap, Segment
 from tests.references.panoptic_quality import Scene, averages, random_split, scene, tallies
 
 CAT, DOG, SKY, SEA = 3, 7, 90, 200  # sparse category ids

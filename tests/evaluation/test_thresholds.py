@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from detr_bf.evaluation.errors import scored_hits
+from detr_bf.evaluation.error_types import scored_hits
 from detr_bf.evaluation.results import ScoredHits, all_classes
-from tests.evaluation.test_errors import CLASSES, examined, random_data, verdicts
+from tests.evaluation.test_error_types import CLASSES, examined, random_data, verdicts
 
 
 @pytest.mark.parametrize("ties", [False, True])

@@ -13,12 +13,12 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from detr_bf.batchformer import BatchFormerV2
+from detr_bf.common.structures import FeatureMap, Masks, Outputs, PaddedTargets, QueryGroup, Target, resize_mask
 from detr_bf.detectors import DETECTORS, Detector, MaskHead, Options
 from detr_bf.detectors.denoising import ContrastiveDenoising
 from detr_bf.detectors.groups import ONE_TO_MANY, query_groups
 from detr_bf.interop import from_foreign, to_foreign
 from detr_bf.losses import CrossEntropy, Focal, HungarianMatcher, SetCriterion
-from detr_bf.structures import FeatureMap, Masks, Outputs, PaddedTargets, QueryGroup, Target, resize_mask
 
 SHARED = Path(__file__).parents[3] / "shared"
 FOLDERS = (SHARED / "golden", SHARED / "golden_successors")  # read without --golden

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import torch
 
+from detr_bf.common.structures import Outputs, PaddedTargets
 from detr_bf.losses import CrossEntropy, LossReport
-from detr_bf.structures import Outputs, PaddedTargets
 from tests.golden.cases import (
     Case,
     assert_close,

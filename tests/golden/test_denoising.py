@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from detr_bf.boxes import inverse_sigmoid
+from detr_bf.common.boxes import inverse_sigmoid
+from detr_bf.common.structures import Queries, QueryGroup, Target, TokenBatch
 from detr_bf.detectors.denoising import (
     EMPTY,
     DenoisingSlots,
@@ -19,7 +20,6 @@ from detr_bf.detectors.denoising import (
     group_count,
 )
 from detr_bf.detectors.two_stage import anchor_boxes, inverse_of_anchors
-from detr_bf.structures import Queries, QueryGroup, Target, TokenBatch
 from detr_bf.transformer import append_queries, unpadded
 from tests.golden.cases import Case, assert_close, draws, family, targets_of
 

@@ -10,17 +10,17 @@ from pycocotools import mask as coco_mask
 from torch import Tensor
 from torchvision.ops import FrozenBatchNorm2d, box_convert
 
-from detr_bf.boxes import generalized_iou, inverse_sigmoid
+from detr_bf.common.boxes import generalized_iou, inverse_sigmoid
+from detr_bf.common.structures import Masks, Outputs, Target, TokenBatch
 from detr_bf.detectors.dab_detr import EPS, box_sine
 from detr_bf.detectors.deformable_detr import cell_centres
 from detr_bf.detectors.two_stage import anchor_boxes, inverse_of_anchors
-from detr_bf.layers import DeformableAttention, LearnedPosition, sine_of_coordinates, sine_position
-from detr_bf.layers.attention import initial_offsets
 from detr_bf.losses import CrossEntropy, Focal
+from detr_bf.losses.postprocess import PanopticPostprocess, Postprocess
 from detr_bf.ops import ms_deform_attn
-from detr_bf.postprocess import PanopticPostprocess, Postprocess
-from detr_bf.structures import Masks, Outputs, Target, TokenBatch
 from detr_bf.transformer import unpadded
+from detr_bf.transformer.attention import DeformableAttention, initial_offsets
+from detr_bf.transformer.position import LearnedPosition, sine_of_coordinates, sine_position
 from tests.golden.cases import Case, assert_close, family
 
 

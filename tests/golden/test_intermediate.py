@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from detr_bf.common.structures import Queries
 from detr_bf.detectors import Detector
 from detr_bf.detectors.denoising import NoiseDraws
-from detr_bf.structures import Queries
 from tests.golden.cases import Case, assert_close, build, family, features, samples_mask, targets_of
 from tests.golden.test_denoising import rtdetr_draws
 from tests.golden.test_successors import noise_of_dino, noise_of_dn_detr

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from detr_bf.batchformer import BatchFormerV2
-from detr_bf.structures import Outputs
+from detr_bf.common.structures import Outputs
 from tests.golden.cases import (
     Case,
     assert_gradients,

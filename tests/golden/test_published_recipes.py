@@ -11,9 +11,9 @@ import torch
 
 from detr_bf.assembly import build_model
 from detr_bf.assembly.model import build_classification
+from detr_bf.inference.loading import published_config, without_counters
 from detr_bf.interop import coco_classes, renumbered_to, under_our_names
-from detr_bf.models import published_config, without_counters
-from detr_bf.published import published
+from detr_bf.interop.published import published
 from tests.golden.cases import KEY_LISTS
 
 KEYS = {  # lists of the names and shapes in the authors' models

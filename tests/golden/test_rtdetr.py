@@ -8,16 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from detr_bf.boxes import inverse_sigmoid
+from detr_bf.common.boxes import inverse_sigmoid
+from detr_bf.common.structures import Outputs, PaddedTargets, Target
 from detr_bf.detectors import Detector
 from detr_bf.detectors.denoising import NoiseDraws
 from detr_bf.detectors.hybrid_encoder import cell_position
-from detr_bf.layers import DeformableAttention
-from detr_bf.layers.attention import gather_cells, nearest_cells
 from detr_bf.losses import Focal, HungarianMatcher, LossReport, SetCriterion, Varifocal
+from detr_bf.losses.postprocess import Postprocess
 from detr_bf.ops import ms_deform_attn
-from detr_bf.postprocess import Postprocess
-from detr_bf.structures import Outputs, PaddedTargets, Target
+from detr_bf.transformer.attention import DeformableAttention, gather_cells, nearest_cells
 from tests.golden.cases import (
     Case,
     assert_close,

@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from detr_bf.common.structures import Outputs, PaddedTargets, Target
 from detr_bf.detectors import Detector
 from detr_bf.detectors.denoising import NoiseDraws, contrastive_slots
 from detr_bf.detectors.dn_detr import Noise
 from detr_bf.detectors.groups import ONE_TO_MANY
 from detr_bf.losses import HungarianMatcher
-from detr_bf.postprocess import Postprocess
-from detr_bf.structures import Outputs, PaddedTargets, Target
+from detr_bf.losses.postprocess import Postprocess
 from tests.golden.cases import (
     Case,
     assert_close,

@@ -339,7 +339,7 @@ LOWER: dict[str, Callable[[CaseFiles], Any]] = {
     "build_model: no classes": lambda files: _call("detr_bf.assembly", "build_model")(_config(files), -1),
     "read_annotations: missing": lambda _: _call("detr_bf.data.coco", "read_annotations")(Path("nowhere.json")),
     "read_image: missing": lambda _: _call("detr_bf.data.images", "read_image")(Path("nowhere.png")),
-    "read_torch: a text": lambda _: _call("detr_bf.files", "read_torch")(Path("notes.md")),
+    "read_torch: a text": lambda _: _call("detr_bf.common.files", "read_torch")(Path("notes.md")),
     "load_checkpoint: a text": lambda _: _call("detr_bf.engine", "load_checkpoint")(Path("notes.md")),
     "load_capture: a text": lambda _: _call("detr_bf.engine.recovery", "load_capture")(Path("notes.md"), dict),
 }

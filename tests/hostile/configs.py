@@ -296,7 +296,9 @@ def out_of_range(schema: type[Any], task: str, known: set[str]) -> Iterator[Case
 
 def cases() -> Iterator[Case]:
     """Yield all cases of this module."""
-    from detr_bf.config import ClassifierConfig, DetectionConfig, MaskedConfig
+    from detr_bf.classification.config import ClassifierConfig
+    from detr_bf.classification.masked_config import MaskedConfig
+    from detr_bf.config import DetectionConfig
 
     group = "configs"
     for name, content in BOMBS.items():

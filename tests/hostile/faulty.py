@@ -161,6 +161,6 @@ def cases() -> Iterator[Case]:
 
 
 def _error() -> BaseException:
-    from detr_bf.errors import InputError
+    from detr_bf.common.errors import InputError
 
     return InputError("bad.json: expected a list, got 5")

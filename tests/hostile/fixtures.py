@@ -174,11 +174,11 @@ def make_fixtures(folder: Path) -> None:
 def _capture(folder: Path) -> None:
     """Write a captured step, as a run does when its loss is not finite."""
     from detr_bf.assembly import build_detector_criterion, build_model
+    from detr_bf.common.structures import Batch, ClassMap, Target
     from detr_bf.config import config_to_dict, load_config
     from detr_bf.engine.checkpoint import rng_state
     from detr_bf.engine.recovery import capture_step
     from detr_bf.engine.step import TrainingStep
-    from detr_bf.structures import Batch, ClassMap, Target
 
     config = load_config(folder / "detector.yaml")
     model = build_model(config, 2).train()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from detr_bf.errors import InputError
+from detr_bf.common.errors import InputError
 from detr_bf.interop import COCO_IDS, class_rows, renumbered, renumbered_to, to_foreign, under_our_names
 from detr_bf.interop.classes import NEVER
 from tests.detectors.tiny import model

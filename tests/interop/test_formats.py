@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from detr_bf.errors import InputError
+from detr_bf.common.errors import InputError
 from detr_bf.interop import NAMES, format_of, from_foreign, is_ours, to_foreign, without_wrapper
 from detr_bf.interop.formats import FORMATS
 from tests.detectors.tiny import DETECTORS, batch_former

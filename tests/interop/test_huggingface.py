@@ -34,9 +34,9 @@ from transformers import (
 
 from detr_bf.backbones import build_backbone
 from detr_bf.backbones.backbone import MEAN, STD
+from detr_bf.common.structures import Batch, Outputs
 from detr_bf.detectors import DETECTORS, Detector, Options
 from detr_bf.interop import format_of, from_foreign, read_weights, to_foreign, write_weights
-from detr_bf.structures import Batch, Outputs
 from tests.interop.states import assert_same
 
 DIM, HEADS, HIDDEN, QUERIES, CLASSES, ENCODER_LAYERS, DECODER_LAYERS = 32, 4, 24, 7, 3, 2, 3

@@ -12,9 +12,9 @@ from torch import nn
 from transformers import RTDetrConfig, RTDetrResNetConfig, RTDetrV2Config
 
 from detr_bf.backbones import build_backbone
+from detr_bf.common.structures import Batch
 from detr_bf.detectors import DETECTORS, Detector, Options
 from detr_bf.interop import format_of, from_foreign, read_weights, to_foreign, write_weights
-from detr_bf.structures import Batch
 from tests.interop.states import assert_same
 from tests.interop.test_huggingface import shaken
 

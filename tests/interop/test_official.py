@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from detr_bf.errors import InputError
+from detr_bf.common.errors import InputError
 from detr_bf.interop import from_foreign, to_foreign
 from tests.detectors.tiny import DIM, QUERIES, batch_former
 from tests.interop.states import assert_same, state_of

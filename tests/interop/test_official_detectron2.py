@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from detr_bf.backbones import build_backbone
-from detr_bf.errors import InputError
+from detr_bf.common.errors import InputError
 from detr_bf.interop import format_of, from_foreign, is_ours, read_weights, to_foreign, write_weights
 from detr_bf.interop.formats import FORMATS
 from tests.detectors.tiny import DETECTORS, batch_former

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from detr_bf.errors import InputError
+from detr_bf.common.errors import InputError
 from detr_bf.interop.rules import Layout, NameRule, rename, to_ours, to_theirs
 
 ATTENTION = NameRule(("attn.in_proj_weight",), ("query.weight", "key.weight", "value.weight"))

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from detr_bf.errors import InputError
+from detr_bf.common.errors import InputError
 from detr_bf.losses import CrossEntropy, Focal, MatchabilityAware, Varifocal
 from tests.references.set_criterion import focal_cost, weighted_cross_entropy
 

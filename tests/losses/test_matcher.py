@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from detr_bf.errors import InputError
+from detr_bf.common.errors import InputError
+from detr_bf.common.structures import Outputs, PaddedTargets, Target
 from detr_bf.losses import CrossEntropy, Focal, HungarianMatcher, Matches, SetCriterion, matcher
-from detr_bf.structures import Outputs, PaddedTargets, Target
 from tests.references.examples import random_outputs, random_targets
 from tests.references.set_criterion import Pairs, focal_cost, image_cost, least_total, match, softmax_cost
 

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torchvision.ops import box_convert, box_iou, generalized_box_iou
 
+from detr_bf.common.structures import Masks, Outputs, PaddedTargets, QueryGroup, Target
 from detr_bf.losses import (
     LOGGED_METRICS,
     CrossEntropy,
@@ -21,7 +22,6 @@ from detr_bf.losses import (
     SetCriterion,
 )
 from detr_bf.losses.set_criterion import mask_losses, padded_masks
-from detr_bf.structures import Masks, Outputs, PaddedTargets, QueryGroup, Target
 from tests.references.examples import random_outputs, random_targets
 from tests.references.set_criterion import image_cost, match, set_losses
 

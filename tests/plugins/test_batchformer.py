@@ -14,7 +14,7 @@ from timm.data import Mixup
 from torch import Tensor, nn
 
 from detr_bf.batchformer import StreamLoss, contrast_streams
-from detr_bf.errors import InputError
+from detr_bf.common.errors import InputError
 from detr_bf.plugins import add_batchformer, add_batchformer_v2, num_streams
 from tests.plugins import tiny
 

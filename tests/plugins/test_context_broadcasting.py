@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from timm.models.vision_transformer import ParallelScalingBlock
 from torch import Tensor, nn
 
-from detr_bf.errors import InputError
+from detr_bf.common.errors import InputError
+from detr_bf.common.structures import TokenBatch
 from detr_bf.plugins import add_context_broadcasting
 from detr_bf.plugins.context_broadcasting import broadcast_context
-from detr_bf.structures import TokenBatch
 from tests.plugins import tiny
 
 ROWS, TOKENS, DIM = 2, 5, 4

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from timm.models.swin_transformer import SwinTransformer
 from torch import Tensor
 
-from detr_bf.errors import InputError
+from detr_bf.common.errors import InputError
 from detr_bf.plugins import add_batchformer_v2, add_diverse_patch, num_streams, patch_cutmix
 from detr_bf.plugins.diverse_patch import contrastive_loss, cosine_loss, mixing_loss, mixing_patch_size
 from tests.plugins import tiny

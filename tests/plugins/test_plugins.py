@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
-from detr_bf import distributed
 from detr_bf.batchformer import StreamLoss
+from detr_bf.common import distributed
+from detr_bf.common.errors import InputError
 from detr_bf.engine import load_fitting, load_strict
-from detr_bf.errors import InputError
 from detr_bf.plugins import (
     add_batchformer,
     add_batchformer_v2,

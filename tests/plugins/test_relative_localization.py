@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
-from detr_bf.errors import InputError
+from detr_bf.common.errors import InputError
+from detr_bf.common.structures import TokenBatch
 from detr_bf.plugins import add_relative_localization, ramped
 from detr_bf.plugins.relative_localization import (
     PairPredictor,
@@ -26,7 +27,6 @@ from detr_bf.plugins.relative_localization import (
     sample_pairs,
     tokens_at,
 )
-from detr_bf.structures import TokenBatch
 from tests.plugins import tiny
 
 ROWS, PAIRS, DIM, GRID = 2, 7, 4, (3, 5)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from detr_bf.layers import MultiHeadAttention
+from detr_bf.transformer.attention import MultiHeadAttention
 
 
 def packed_attention(ours: MultiHeadAttention) -> nn.MultiheadAttention:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from detr_bf.structures import Outputs, Target
+from detr_bf.common.structures import Outputs, Target
 
 
 def random_boxes(*shape: int, generator: torch.Generator | None = None) -> torch.Tensor:

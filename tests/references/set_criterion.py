@@ -11,7 +11,7 @@ from torch import Tensor
 from torchvision.ops import box_convert
 from torchvision.ops import generalized_box_iou as pairwise_giou
 
-from detr_bf.structures import Outputs, Target
+from detr_bf.common.structures import Outputs, Target
 
 Pairs = list[tuple[int, int]]
 

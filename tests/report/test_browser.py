@@ -18,12 +18,12 @@ import numpy as np
 import pytest
 import torch
 
+from detr_bf.common.files import SUSPECTS_FILE, WORST_FILE, write_json, write_text
 from detr_bf.comparison.page import write_page
 from detr_bf.config import DetectionConfig, config_to_yaml
-from detr_bf.files import SUSPECTS_FILE, WORST_FILE, write_json, write_text
 from detr_bf.report import DETECTION_PAGE, save_picture, write_report, write_side_by_side
 from tests.comparison.test_page import document
-from tests.report.test_errors import content
+from tests.report.test_error_sections import content
 from tests.report.test_html import SUMMARY
 
 pytestmark = pytest.mark.slow
@@ -124,7 +124,7 @@ def test_the_page_fits_the_window(opened: Any, request: pytest.FixtureRequest) -
 
 @variants(*NAMES)
 def test_a_table_that_is_cut_shows_it(opened: Any) -> None:
-    """The table of classes fits a telephone, and others have a shadow at the cut side."""
+    """The tables of classes fit a telephone, and others have a shadow at the cut side."""
     wide = opened.evaluate(
         "[...document.querySelectorAll('.scroll')].filter((box) => box.scrollWidth > box.clientWidth)"
         ".map((box) => [box.getAttribute('aria-label'), getComputedStyle(box).backgroundAttachment])"
@@ -167,7 +167,7 @@ CONTRAST = """() => {
 
 @pytest.mark.parametrize("opened", [("run", 1280, "light")], indirect=True)
 def test_a_table_sorts_by_each_column(opened: Any) -> None:
-    table = opened.locator("#classes table")
+    table = opened.locator("#classes table").first
 
     def column(index: int) -> list[str]:
         return table.locator(f"tbody tr > :nth-child({index})").all_inner_texts()

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from detr_bf.classification.report.page import CLASSIFICATION_PAGE, MASKED_PAGE
-from detr_bf.errors import InputError
+from detr_bf.classification.page import CLASSIFICATION_PAGE, MASKED_PAGE
+from detr_bf.common.errors import InputError
 from detr_bf.report import write_report
 from detr_bf.report.charts import chart_group
 from detr_bf.report.curves import (

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from detr_bf.common.errors import InputError
 from detr_bf.data.checks.statistics import describe_splits
-from detr_bf.errors import InputError
 from detr_bf.report.data import data_section
 from tests.data.checks.test_statistics import split, thing
 from tests.report.page import Page

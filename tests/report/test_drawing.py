@@ -9,11 +9,11 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from detr_bf.errors import InputError
+from detr_bf.common.errors import InputError
+from detr_bf.common.structures import Detections
 from detr_bf.report import drawing
 from detr_bf.report.drawing import Rectangle, class_colour, draw_boxes, save_picture, text_colour
 from detr_bf.report.sheet import SheetRow, comparison_sheet
-from detr_bf.structures import Detections
 
 NAMES = ["cat", "a rather long class name that cannot fit into a narrow picture", "dog"]
 

@@ -20,10 +20,11 @@ from matplotlib.font_manager import FontManager, fontManager
 from PIL import Image
 from torch import Tensor
 
+from detr_bf.classification.figures import save_class_accuracies, save_confusion
 from detr_bf.classification.metrics import ClassAccuracy, ClassificationResult
-from detr_bf.classification.report.figures import save_class_accuracies, save_confusion
-from detr_bf.classification.report.sheet import ClassifiedImage, classification_sheet
-from detr_bf.errors import InputError, Interrupted
+from detr_bf.classification.sheet import ClassifiedImage, classification_sheet
+from detr_bf.common.errors import InputError, Interrupted
+from detr_bf.common.structures import ClassMap, Detections, PanopticMap, Segment
 from detr_bf.report import (
     PanopticSheetRow,
     ProbableClasses,
@@ -40,7 +41,6 @@ from detr_bf.report.drawing import draw_boxes
 from detr_bf.report.figures import Cell, add_legend, draw_sheet, one_plot, save_figure
 from detr_bf.report.fonts import legible, load_font, plain, shorten
 from detr_bf.report.panoptic import draw_panoptic
-from detr_bf.structures import ClassMap, Detections, PanopticMap, Segment
 
 HOSTILE = {
     "newline": "cat\n",

@@ -16,19 +16,20 @@ import torch
 from PIL import Image
 
 from detr_bf.classification.batch import ClassTargets, LabelledImages
+from detr_bf.classification.config import ClassifierConfig
 from detr_bf.classification.metrics import ClassificationEvaluator
-from detr_bf.classification.report.page import CLASSIFICATION_PAGE
+from detr_bf.classification.page import CLASSIFICATION_PAGE
 from detr_bf.commands import main
-from detr_bf.config import ClassifierConfig, DetectionConfig, config_to_yaml
+from detr_bf.common.errors import InputError
+from detr_bf.common.files import write_json, write_text
+from detr_bf.common.structures import ClassMap
+from detr_bf.config import DetectionConfig, config_to_yaml
 from detr_bf.config.detection import BatchFormerConfig
-from detr_bf.errors import InputError
 from detr_bf.evaluation import ClassResult, CocoSummary, PanopticClassResult, PanopticSummary, Result
 from detr_bf.evaluation.results import OperatingPoint
-from detr_bf.files import write_json, write_text
 from detr_bf.report import DETECTION_PAGE, save_picture, write_report, write_side_by_side
 from detr_bf.report.detection import batch_former_line, encoder_plugins_line
 from detr_bf.report.page import picture
-from detr_bf.structures import ClassMap
 from tests.report.page import Page
 
 SUMMARY = CocoSummary(
@@ -131,11 +132,17 @@ def test_user_text_is_escaped(run_dir: Path) -> None:
 
 def test_classes_are_listed_best_first_and_absent_ones_without_numbers(run_dir: Path) -> None:
     texts = Page(write_report(run_dir).read_text()).texts
-    start = texts.index("Objects") + 5
-    assert texts[start : start + 24] == [
-        *("cat & dog", "50.0", "80.0", "1,044", "0.34", "75.0", "60.0", "66.7"),
-        *("<script>alert(1)</script>", "10.0", "20.0", "12", "—", "—", "—", "—"),
-        *("absent", "—", "—", "0", "—", "—", "—", "—"),
+    start = texts.index("Objects") + 1
+    assert texts[start : start + 12] == [
+        *("cat & dog", "50.0", "80.0", "1,044"),
+        *("<script>alert(1)</script>", "10.0", "20.0", "12"),
+        *("absent", "—", "—", "0"),
+    ]
+    start = texts.index("F1", start) + 1
+    assert texts[start : start + 15] == [
+        *("cat & dog", "0.34", "75.0", "60.0", "66.7"),
+        *("<script>alert(1)</script>", "—", "—", "—", "—"),
+        *("absent", "—", "—", "—", "—"),
     ]
     assert "threshold 0.41" in texts
 

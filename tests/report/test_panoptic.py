@@ -13,7 +13,8 @@ from PIL import Image
 from torch import Tensor
 from torchvision.transforms.v2 import functional as transforms
 
-from detr_bf.errors import InputError
+from detr_bf.common.errors import InputError
+from detr_bf.common.structures import PanopticMap, Segment
 from detr_bf.report.drawing import DARK, Colour, class_colour, save_picture
 from detr_bf.report.panoptic import (
     PanopticSheetRow,
@@ -22,7 +23,6 @@ from detr_bf.report.panoptic import (
     panoptic_sheet,
     segment_colours,
 )
-from detr_bf.structures import PanopticMap, Segment
 
 NAMES = ["cat", "dog", "grass"]
 

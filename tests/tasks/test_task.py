@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
+from detr_bf.common.errors import InputError
+from detr_bf.common.structures import ClassMap
 from detr_bf.config import config_to_dict, load_config
 from detr_bf.engine import Checkpoint
-from detr_bf.errors import InputError
-from detr_bf.structures import ClassMap
 from detr_bf.tasks import Task, task_of
 from tests.detectors.tiny import DETECTORS, settings_of, shaken
 

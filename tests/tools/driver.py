@@ -24,12 +24,12 @@ from typing import Any
 
 import torch
 
-from detr_bf import distributed
+from detr_bf.common import distributed
+from detr_bf.common.files import UNFINISHED
 from detr_bf.detectors import Detector
 from detr_bf.engine.state import AveragedWeights
 from detr_bf.engine.step import TrainingStep
 from detr_bf.evaluation import CocoEvaluator
-from detr_bf.files import UNFINISHED
 
 TOOLS = Path(__file__).parents[2] / "tools"
 YEAR = 365 * 86400.0

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from detr_bf.classification.analysis import ANALYSES
+from detr_bf.analysis.classification import ANALYSES
 from detr_bf.commands import command_main
 from detr_bf.commands.analyze import run_names, write_table
-from detr_bf.text import printable
+from detr_bf.common.text import printable
 from tools.train_net import main as train_net
 
 analyze = command_main("analyze")

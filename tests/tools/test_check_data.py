@@ -20,10 +20,10 @@ from torchvision.transforms.v2.functional import to_pil_image
 
 from detr_bf.assembly.data import build_train_data
 from detr_bf.commands import main as cli
+from detr_bf.common.errors import InputError
+from detr_bf.common.structures import Target
 from detr_bf.config import DetectionConfig, load_config
-from detr_bf.errors import InputError
 from detr_bf.report import Augmented, augmented_sheet
-from detr_bf.structures import Target
 from detr_bf.tasks import augmented, detection
 from detr_bf.tasks.augmented import _versions, sheet_path
 from tests.tools.image_runs import classifier_config, masked_config

@@ -14,7 +14,7 @@ import pytest
 
 import detr_bf
 from detr_bf import interop
-from detr_bf.classification.analysis import ANALYSES
+from detr_bf.analysis.classification import ANALYSES
 from detr_bf.commands import (
     COMMANDS,
     EXIT_CODES,
@@ -29,7 +29,7 @@ from detr_bf.commands import (
 )
 from detr_bf.commands.completion import usage_of
 from detr_bf.commands.sample_data import SETS
-from detr_bf.config import SCHEMAS, known_keys, packaged_configs
+from detr_bf.config import SCHEMAS, known_keys, packaged_configs, schema_of
 from detr_bf.data.formats import READERS
 from detr_bf.evaluation import DEFAULT_THRESHOLD
 from detr_bf.report.figures import FIGURE_SUFFIXES
@@ -124,7 +124,7 @@ def test_every_command_has_help_with_examples(command: str, capsys: pytest.Captu
     options = {"--help", *re.findall(r"--[a-z][a-z0-9-]*", usage)}
     examples = [line for line in printed.splitlines() if line.startswith(f"detr-bf {command} ")]
     assert examples
-    keys = {key for schema in SCHEMAS.values() for key in known_keys(schema)}
+    keys = {key for task in SCHEMAS for key in known_keys(schema_of(task))}
     for example in examples:
         words = shlex.split(example, comments=True)[2:]
         assert {word.partition("=")[0] for word in words if word.startswith("--")} <= options, example

@@ -18,9 +18,9 @@ import detr_bf
 from detr_bf import interop
 from detr_bf.assembly import build_model, read_initial_weights
 from detr_bf.batchformer import BatchFormerV2
+from detr_bf.common.structures import Batch, ClassMap
 from detr_bf.config import config_to_dict, load_config
 from detr_bf.engine import Checkpoint, load_checkpoint, load_fitting
-from detr_bf.structures import Batch, ClassMap
 from tests.checkpoints import training
 from tests.interop.states import assert_same
 from tests.tools.test_train_net import tool

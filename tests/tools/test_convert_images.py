@@ -14,11 +14,11 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from detr_bf.batchformer import BatchFormer
+from detr_bf.classification.task import read_classifier
+from detr_bf.common.structures import ClassMap
 from detr_bf.config import config_to_dict, load_config
 from detr_bf.engine import Checkpoint, load_checkpoint
-from detr_bf.structures import ClassMap
 from detr_bf.tasks import task_of
-from detr_bf.tasks.classification import read_classifier
 from tests.checkpoints import training
 from tests.tools.image_runs import classifier_config, masked_config
 from tests.tools.test_train_classifier import CNN, VARIANTS, VIT

@@ -10,11 +10,11 @@ import pytest
 from PIL import Image
 
 from detr_bf.commands import main
+from detr_bf.common.structures import ClassMap
 from detr_bf.config import load_config, saved_config
 from detr_bf.data.formats import read_folder, read_split
 from detr_bf.data.formats.splitting import divided
 from detr_bf.engine import RunFolder
-from detr_bf.structures import ClassMap
 from detr_bf.tasks import task_of
 from tests.tools.conftest import TINY
 

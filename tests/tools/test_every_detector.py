@@ -10,9 +10,9 @@ import torch
 
 from detr_bf import interop
 from detr_bf.assembly import build_model
+from detr_bf.common.structures import ClassMap
 from detr_bf.config import config_to_dict, load_config
 from detr_bf.engine import Checkpoint, load_checkpoint
-from detr_bf.structures import ClassMap
 from tests.detectors import tiny as tiny_detectors
 from tests.tools.test_train_net import assert_same, predict, train_net
 

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import torch
 
+from detr_bf.common.structures import Batch
 from detr_bf.detectors import Detector
 from detr_bf.engine import Checkpoint, load_checkpoint
 from detr_bf.engine.recovery import load_capture
-from detr_bf.structures import Batch
 from tests.tools import driver
 from tests.tools.conftest import TINY
 from tests.tools.launch import SETTINGS, Ended, Job, check_same, unfinished

@@ -71,8 +71,8 @@ def test_a_classifier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("config", "main", "drawing", "folder"),
     [
-        (classifier_config, train_net, "detr_bf.tasks.classification.classification_sheet", "run"),
-        (masked_config, train_net, "detr_bf.tasks.masked_autoencoding.reconstruction_sheet", "mae"),
+        (classifier_config, train_net, "detr_bf.classification.task.classification_sheet", "run"),
+        (masked_config, train_net, "detr_bf.classification.masked_task.reconstruction_sheet", "mae"),
     ],
 )
 def test_a_failing_picture_is_a_warning(

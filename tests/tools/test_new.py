@@ -10,8 +10,8 @@ from PIL import Image
 
 from detr_bf.commands import main
 from detr_bf.config import DetectionConfig, load_config, packaged_configs
-from detr_bf.finetuning import chosen_settings
-from detr_bf.models import recipe_file
+from detr_bf.inference.finetuning import chosen_settings
+from detr_bf.inference.loading import recipe_file
 from tests.tools.conftest import TINY
 from tests.tools.test_data_folder import XML
 

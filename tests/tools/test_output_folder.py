@@ -98,7 +98,7 @@ def test_a_full_disk_at_the_start_is_told(
     def full(*arguments: object) -> None:
         raise OSError(28, "No space left on device")
 
-    for name in ("detr_bf.engine.run_folder.write_json", "detr_bf.run.write_text"):
+    for name in ("detr_bf.engine.run_folder.write_json", "detr_bf.tasks.run.write_text"):
         with monkeypatch.context() as patch:
             patch.setattr(name, full)
             assert train_net(["--config", str(tiny), "train.max_steps=1"]) == 2
@@ -213,7 +213,7 @@ def test_a_report_that_cannot_be_made_is_a_warning(
     def full(*arguments: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("detr_bf.run.write_report", full)
+    monkeypatch.setattr("detr_bf.tasks.run.write_report", full)
     assert train_net(["--config", str(tiny), "train.max_steps=1"]) == 0
     said = capsys.readouterr()
     assert "AP 0." in said.out

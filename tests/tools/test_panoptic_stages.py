@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import detr_bf
+from detr_bf.common.errors import InputError
 from detr_bf.data.masks import read_ids
 from detr_bf.engine import load_checkpoint
-from detr_bf.errors import InputError
 from detr_bf.evaluation import PanopticFile
 from tests.tools.conftest import TINY
 from tests.tools.test_train_net import predict, records, train_net

@@ -20,9 +20,9 @@ from pycocotools.coco import COCO
 
 import detr_bf
 from detr_bf.commands import command_main
+from detr_bf.common.structures import ClassMap
 from detr_bf.data.formats import read_folder
 from detr_bf.report import fonts
-from detr_bf.structures import ClassMap
 from tests.tools.test_convert_checkpoint import checkpoint
 
 module: ModuleType = importlib.import_module("detr_bf.commands.predict")

@@ -14,8 +14,8 @@ import torch
 from PIL import Image
 
 import detr_bf
+from detr_bf.common.errors import InputError
 from detr_bf.engine import load_checkpoint
-from detr_bf.errors import InputError
 from detr_bf.report import ProbableClasses, prediction_sheet
 from tests.tools.image_runs import classifier_config, masked_config
 from tests.tools.test_train_net import tool

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from detr_bf.assembly import build_detector_criterion, build_model
+from detr_bf.common.structures import ClassMap
 from detr_bf.config import config_to_dict, load_config
 from detr_bf.detectors import Detector
 from detr_bf.engine.checkpoint import rng_state
 from detr_bf.engine.recovery import Capture, Fault, capture_step
-from detr_bf.structures import ClassMap
 from tests.engine.steps import batches, step_of
 from tests.tools.test_train_net import tool, train_net
 

@@ -19,9 +19,9 @@ import pytest
 import torch
 
 import detr_bf
+from detr_bf.common.errors import InputError
 from detr_bf.engine import Checkpoint, RunFolder, load_checkpoint
 from detr_bf.engine.loggers import TensorBoardLogger, WandbLogger
-from detr_bf.errors import InputError
 from tests.references.wandb_file import wandb_rows
 
 TOOLS = Path(__file__).parents[2] / "tools"
@@ -157,7 +157,7 @@ def test_a_logger_that_cannot_be_started_leaves_nothing(
         raise InputError("no key")
 
     monkeypatch.setattr(WandbLogger, "__enter__", fail)
-    monkeypatch.setattr("detr_bf.run.check_loggers", lambda names: None)
+    monkeypatch.setattr("detr_bf.tasks.run.check_loggers", lambda names: None)
     assert train_net(["--config", str(tiny), "train.loggers=[tensorboard,wandb]"]) == 2
     assert "no key" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from detr_bf.boxes import relative_boxes
-from detr_bf.structures import Queries, QueryGroup, Target, TokenBatch
+from detr_bf.common.boxes import relative_boxes
+from detr_bf.common.structures import Queries, QueryGroup, Target, TokenBatch
 from detr_bf.transformer import (
     Decoder,
     DecoderLayer,

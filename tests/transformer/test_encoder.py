@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from detr_bf.batchformer import BatchFormerV2
+from detr_bf.common.structures import TokenBatch
 from detr_bf.ops import relu_dropout, residual_dropout
-from detr_bf.structures import TokenBatch
 from detr_bf.transformer import Encoder, EncoderLayer, TokenAttention
 from tests.references.attention import packed_attention
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from detr_bf.layers import SinePosition
-from detr_bf.structures import FeatureMap, padding_mask, resize_mask
+from detr_bf.common.structures import FeatureMap, padding_mask, resize_mask
 from detr_bf.transformer import FeatureTokens
+from detr_bf.transformer.position import SinePosition
 
 DIM, SIZES, CHANNELS = 8, [(2, 3), (1, 2)], [5, 4]
 IMAGE_MASK = torch.zeros(2, 16, 24, dtype=torch.bool)

@@ -6,13 +6,13 @@ from detectron2.solver import WarmupParamScheduler
 from fvcore.common.param_scheduler import MultiStepParamScheduler
 from omegaconf import OmegaConf
 
-from detr_bf.interop.detectron2 import (
+from detr_bf.detectron2 import (
     DetrBfDatasetMapper,
     build_clipped_optimizer,
     build_evaluator,
     detector_parameters,
 )
-from detr_bf.interop.detectron2.mapper import eval_augmentations, train_augmentations
+from detr_bf.detectron2.mapper import eval_augmentations, train_augmentations
 
 IMAGES = 118287  # of COCO train2017
 

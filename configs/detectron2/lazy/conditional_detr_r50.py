@@ -1,4 +1,4 @@
-from detr_bf.interop.detectron2 import recipe
+from detr_bf.detectron2 import recipe
 
 from .common import dataloader, lr_multiplier, optimizer, train
 

@@ -6,7 +6,7 @@ from detectron2.config import LazyCall as L
 from detectron2.solver import WarmupParamScheduler
 from fvcore.common.param_scheduler import CosineParamScheduler
 
-from detr_bf.interop.detectron2 import recipe, register_coco
+from detr_bf.detectron2 import recipe, register_coco
 
 from .common import dataloader, optimizer, train
 

@@ -1,6 +1,6 @@
 """Second stage: the mask head over the frozen detector, 25 epochs."""
 
-from detr_bf.interop.detectron2 import recipe
+from detr_bf.detectron2 import recipe
 
 from .common import schedule
 from .panoptic_detr_r50_boxes_bfv2 import dataloader, optimizer, train

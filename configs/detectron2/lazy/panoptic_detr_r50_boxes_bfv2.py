@@ -1,6 +1,6 @@
 """First stage of panoptic DETR with BatchFormerV2: boxes of things and stuff, 300 epochs."""
 
-from detr_bf.interop.detectron2 import recipe
+from detr_bf.detectron2 import recipe
 
 from .common import dataloader, optimizer, schedule, train
 

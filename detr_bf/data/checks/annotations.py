@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from detr_bf.common.files import cache_folder
+from detr_bf.common.text import counted, printable
 from detr_bf.data.annotation_values import (
     BOX_ROUNDING,
     is_box,
@@ -51,8 +53,6 @@ from detr_bf.data.checks.statistics import describe_splits, statistics_lines
 from detr_bf.data.coco import Source, annotated_size, check_maps, read_annotations
 from detr_bf.data.columns import Entries, distinct, values_of
 from detr_bf.data.images import MAX_PIXELS, check_folder
-from detr_bf.files import cache_folder
-from detr_bf.text import counted, printable
 
 CHECKS = CheckList()  # of one split
 PAIR_CHECKS = CheckList()  # of both splits

@@ -25,6 +25,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from detr_bf.common.errors import InputError
+from detr_bf.common.files import cache_folder, read_json
+from detr_bf.common.text import printable
 from detr_bf.data.annotation_values import is_box, is_crowd, is_id, object_area, unit_problem, value_text
 from detr_bf.data.checks.annotations import exceeds
 from detr_bf.data.checks.files import ImageRecord, check_files, existing_name
@@ -38,9 +41,6 @@ from detr_bf.data.coco import (
 )
 from detr_bf.data.images import check_folder
 from detr_bf.data.masks import parts_of
-from detr_bf.errors import InputError
-from detr_bf.files import cache_folder, read_json
-from detr_bf.text import printable
 
 Entry = dict[str, Any]
 

@@ -18,13 +18,13 @@ from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
+from detr_bf.common.errors import InputError
+from detr_bf.common.files import is_file, read_json, write_json
+from detr_bf.common.progress import progress_bar
+from detr_bf.common.text import printable
 from detr_bf.data.images import MAX_PIXELS, ImageSizes, TooLargeError, any_grey_16, check_image, image_bytes
 from detr_bf.data.masks import SegmentExtent, read_ids, segment_extents
 from detr_bf.data.paths import path_ends, path_spellings
-from detr_bf.errors import InputError
-from detr_bf.files import is_file, read_json, write_json
-from detr_bf.progress import progress_bar
-from detr_bf.text import printable
 
 log = logging.getLogger(__name__)
 

@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from detr_bf.common.text import counted, printable
 from detr_bf.data.checks.report import Finding, Split
 from detr_bf.data.columns import Entries
 from detr_bf.data.transforms import resized_size
-from detr_bf.text import counted, printable
 
 LEAST_STEPS = 2000  # from random weights
 LEAST_STEPS_FINE_TUNING = 300  # from the weights of a trained detector

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy.sparse import csr_array
 
+from detr_bf.common.text import listed
 from detr_bf.data.checks.report import Split
 from detr_bf.data.columns import Entries, integers, values_of
-from detr_bf.text import listed
 
 LEAST_DISTANCE = 0.15
 RESPLITS = 499

@@ -7,6 +7,9 @@ from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
 
+from detr_bf.common.errors import InputError
+from detr_bf.common.files import is_folder
+from detr_bf.common.text import printable
 from detr_bf.data.coco import CocoAnnotations
 from detr_bf.data.formats.coco_files import read_coco
 from detr_bf.data.formats.csv_labels import TABLES, read_csv
@@ -17,9 +20,6 @@ from detr_bf.data.formats.splitting import divided, split_images
 from detr_bf.data.formats.voc import read_voc
 from detr_bf.data.formats.yolo import read_yolo
 from detr_bf.data.formats.yolo_settings import CLASS_LIST, SETTINGS, is_yolo
-from detr_bf.errors import InputError
-from detr_bf.files import is_folder
-from detr_bf.text import printable
 
 __all__ = ["READERS", "DataFolder", "divided", "images_of", "read_folder", "read_split", "split_images"]
 

@@ -14,14 +14,14 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from detr_bf.common.errors import InputError
+from detr_bf.common.files import read_json
+from detr_bf.common.text import listed, printable
 from detr_bf.data.coco import CocoAnnotations, read_annotations
 from detr_bf.data.formats.folder import DataFolder, NamedSplit
 from detr_bf.data.formats.foreign import check_foreign
 from detr_bf.data.formats.roboflow import ANNOTATION_FILE, read_roboflow
 from detr_bf.data.paths import PathIndex, leads_out
-from detr_bf.errors import InputError
-from detr_bf.files import read_json
-from detr_bf.text import listed, printable
 
 _PREFIX = "instances_"
 _PLAIN = frozenset(("annotations", "_annotations", "coco", "instances_default", "labels", "result", "result_coco"))

@@ -9,12 +9,12 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from detr_bf.common.errors import InputError
+from detr_bf.common.files import read_regular
+from detr_bf.common.text import printable
 from detr_bf.data.formats.folder import MAX_TEXT_BYTES, AnnotatedImage, DataFolder, coco_content, is_image, log_left_out
 from detr_bf.data.images import header_size
 from detr_bf.data.paths import PathIndex
-from detr_bf.errors import InputError
-from detr_bf.files import read_regular
-from detr_bf.text import printable
 
 TABLES = ("labels.csv", "annotations.csv", "_annotations.csv")
 _FILE = ("filename", "file", "file_name", "image", "image_path", "path")

@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
+from detr_bf.common.errors import InputError
+from detr_bf.common.files import read_regular
+from detr_bf.common.text import counted, listed, printable
 from detr_bf.data.coco import CocoAnnotations
-from detr_bf.errors import InputError
-from detr_bf.files import read_regular
-from detr_bf.text import counted, listed, printable
 
 logger = logging.getLogger(__name__)
 

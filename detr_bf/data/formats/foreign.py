@@ -13,11 +13,11 @@ from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from detr_bf.common.errors import InputError
+from detr_bf.common.files import read_json, read_regular
+from detr_bf.common.text import printable
 from detr_bf.data.formats.csv_labels import BOXES, TABLES
 from detr_bf.data.formats.folder import MAX_TEXT_BYTES, read_lines
-from detr_bf.errors import InputError
-from detr_bf.files import read_json, read_regular
-from detr_bf.text import printable
 
 _TRIED = 5  # files of a kind that are looked at
 _NUMBER = r"-?\d+(\.\d+)?"

@@ -9,11 +9,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from detr_bf.common.errors import InputError
+from detr_bf.common.text import printable
 from detr_bf.data.coco import CocoAnnotations, annotated_size, read_annotations
 from detr_bf.data.formats.folder import AnnotatedImage, DataFolder, coco_content
 from detr_bf.data.paths import PathIndex, leads_out
-from detr_bf.errors import InputError
-from detr_bf.text import printable
 
 ANNOTATION_FILE = "_annotations.coco.json"
 

@@ -7,12 +7,12 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
+from detr_bf.common.errors import InputError
+from detr_bf.common.files import cache_folder
 from detr_bf.data.checks.files import ImageRecord, check_files
 from detr_bf.data.coco import CocoAnnotations, Source, read_annotations
 from detr_bf.data.duplicates import near_groups
 from detr_bf.data.images import check_folder
-from detr_bf.errors import InputError
-from detr_bf.files import cache_folder
 
 _NO_OBJECT = -1  # label of images without objects, which are spread over the parts as a class is
 

@@ -20,6 +20,9 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 from xml.etree import ElementTree
 
+from detr_bf.common.errors import InputError
+from detr_bf.common.files import read_regular
+from detr_bf.common.text import listed, printable
 from detr_bf.data.annotation_values import is_number
 from detr_bf.data.formats.folder import (
     MAX_TEXT_BYTES,
@@ -33,9 +36,6 @@ from detr_bf.data.formats.folder import (
     read_lines,
     stem_of,
 )
-from detr_bf.errors import InputError
-from detr_bf.files import read_regular
-from detr_bf.text import listed, printable
 
 logger = logging.getLogger(__name__)
 

@@ -16,6 +16,8 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from detr_bf.common.errors import InputError
+from detr_bf.common.text import listed, printable
 from detr_bf.data.annotation_values import is_number
 from detr_bf.data.formats.folder import (
     AnnotatedImage,
@@ -31,8 +33,6 @@ from detr_bf.data.formats.folder import (
 )
 from detr_bf.data.formats.yolo_settings import YoloSettings, images_of_list, is_class_list, read_settings
 from detr_bf.data.images import header_size
-from detr_bf.errors import InputError
-from detr_bf.text import listed, printable
 
 logger = logging.getLogger(__name__)
 

@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from detr_bf.common.errors import InputError
+from detr_bf.common.files import read_regular
+from detr_bf.common.text import listed, printable
 from detr_bf.data.annotation_values import is_id, value_text
 from detr_bf.data.formats.folder import is_image, read_lines
 from detr_bf.data.paths import LEADING_OUT, PathIndex, leads_out
-from detr_bf.errors import InputError
-from detr_bf.files import read_regular
-from detr_bf.text import listed, printable
 
 SETTINGS = ("data.yaml", "data.yml")
 CLASS_LIST = "classes.txt"

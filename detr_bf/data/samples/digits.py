@@ -12,6 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageFilter
 
+from detr_bf.common.errors import InputError
+from detr_bf.common.files import output_path
 from detr_bf.data.images import image_bytes, open_image
 from detr_bf.data.samples.composite import (
     Area,
@@ -24,8 +26,6 @@ from detr_bf.data.samples.composite import (
     rotate_and_fit,
 )
 from detr_bf.data.samples.writing import SPLITS, Recipe, already_built, write_dataset
-from detr_bf.errors import InputError
-from detr_bf.files import output_path
 
 # Inside the scikit-image wheel since 0.24, so nothing is downloaded. The textures brick, grass and gravel are left out:
 # they are the stuff of `scenes`.

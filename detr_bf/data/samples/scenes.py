@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from detr_bf.common.files import output_path
 from detr_bf.data.samples.composite import Area, SampleSplit, Scene, area_of, populate, random_crop
 from detr_bf.data.samples.digits import (
     DIGIT_NAMES,
@@ -25,7 +26,6 @@ from detr_bf.data.samples.digits import (
     split_glyphs,
 )
 from detr_bf.data.samples.writing import SPLITS, Recipe, already_built, write_dataset
-from detr_bf.files import output_path
 
 STUFF = ("brick", "grass", "gravel")
 MAX_REGIONS = 3  # an image

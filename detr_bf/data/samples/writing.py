@@ -21,13 +21,13 @@ from numpy.typing import NDArray
 from PIL import Image
 from pycocotools import mask as coco_mask
 
+from detr_bf.common.errors import InputError
+from detr_bf.common.files import make_output_folder, read_json, remove_empty, write_json
+from detr_bf.common.progress import progress_bar
+from detr_bf.common.text import printable
 from detr_bf.data.annotation_values import MAX_ID
 from detr_bf.data.masks import encoded_ids
 from detr_bf.data.samples.composite import BACKGROUND, SampleSplit, Scene
-from detr_bf.errors import InputError
-from detr_bf.files import make_output_folder, read_json, remove_empty, write_json
-from detr_bf.progress import progress_bar
-from detr_bf.text import printable
 
 MANIFEST = "dataset.json"
 SPLITS: tuple[SampleSplit, ...] = get_args(SampleSplit)

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from detr_bf.common.errors import InputError
 from detr_bf.data import coco
 from detr_bf.data.annotation_values import unit_problem
 from detr_bf.data.checks import files as file_check
 from detr_bf.data.checks.annotations import Report, examine
 from detr_bf.data.coco import CocoDetection, Source
 from detr_bf.data.transforms import eval_transform
-from detr_bf.errors import InputError
 
 Factory = Callable[..., SimpleNamespace]
 VERSION = file_check._VERSION

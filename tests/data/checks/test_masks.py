@@ -10,12 +10,12 @@ import pytest
 import torch
 from PIL import Image
 
+from detr_bf.common.errors import InputError
 from detr_bf.data.batches import SampleKey
 from detr_bf.data.checks import files as file_check
 from detr_bf.data.checks.annotations import Report, examine
 from detr_bf.data.coco import CocoDetection, Source
 from detr_bf.data.masks import encoded_ids, read_ids
-from detr_bf.errors import InputError
 
 Factory = Callable[..., SimpleNamespace]
 FIRST = "0001_segments.png"

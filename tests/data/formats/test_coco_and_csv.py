@@ -12,9 +12,9 @@ import pytest
 from PIL import Image
 
 from detr_bf.assembly import build_train_data, build_val_data
+from detr_bf.common.errors import InputError
 from detr_bf.config import load_config
 from detr_bf.data.formats import read_folder
-from detr_bf.errors import InputError
 from detr_bf.tasks.detection import DetectionTask
 
 Factory = Callable[..., SimpleNamespace]

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from detr_bf.assembly import build_train_data, build_val_data, data_source
+from detr_bf.common.errors import InputError
 from detr_bf.config import load_config
 from detr_bf.data.coco import CocoAnnotations, read_annotations
 from detr_bf.data.formats import split_images
-from detr_bf.errors import InputError
 
 
 def images_with(labels: dict[str, set[int]]) -> CocoAnnotations:

@@ -13,10 +13,10 @@ from PIL import Image
 from pycocotools.coco import COCO
 
 from detr_bf.assembly import build_train_data, data_source
+from detr_bf.common.errors import InputError
 from detr_bf.config import DetectionConfig, load_config
 from detr_bf.data.coco import CocoAnnotations, read_annotations
 from detr_bf.data.formats import read_folder
-from detr_bf.errors import InputError
 from detr_bf.tasks.detection import DetectionTask
 
 SHARED = Path(__file__).parents[4] / "shared" / "data"

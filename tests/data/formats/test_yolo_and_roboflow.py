@@ -11,13 +11,13 @@ import torch
 from PIL import Image
 
 from detr_bf.assembly import build_train_data, build_val_data
+from detr_bf.common.errors import InputError
 from detr_bf.config import load_config
 from detr_bf.data.batches import SampleKey
 from detr_bf.data.coco import CocoAnnotations, read_annotations
 from detr_bf.data.formats import read_folder
 from detr_bf.data.images import header_size
 from detr_bf.data.paths import PathIndex
-from detr_bf.errors import InputError
 from detr_bf.tasks.detection import DetectionTask
 from tests.data.formats.public_folders import PublicFolder
 from tests.data.formats.yolo_folders import NAMED_FILES, YOLO_FOLDERS

@@ -10,6 +10,7 @@ import pytest
 from PIL import Image
 from pycocotools.coco import COCO
 
+from detr_bf.common.errors import InputError
 from detr_bf.data.samples import digits
 from detr_bf.data.samples.digits import (
     DIGIT_NAMES,
@@ -22,7 +23,6 @@ from detr_bf.data.samples.digits import (
     smooth_outline,
     split_glyphs,
 )
-from detr_bf.errors import InputError
 from tests.data.samples.conftest import Loaded, contents
 
 

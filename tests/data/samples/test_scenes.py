@@ -10,6 +10,7 @@ from PIL import Image
 from pycocotools.coco import COCO
 from scipy import ndimage
 
+from detr_bf.common.errors import InputError
 from detr_bf.data.masks import read_ids
 from detr_bf.data.samples import scenes
 from detr_bf.data.samples.composite import BACKGROUND
@@ -25,7 +26,6 @@ from detr_bf.data.samples.scenes import (
     stuff_areas,
     tinted,
 )
-from detr_bf.errors import InputError
 from tests.data.samples.conftest import Loaded, contents
 
 

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from pycocotools import mask as coco_mask
 
+from detr_bf.common.errors import InputError
+from detr_bf.common.text import printable
 from detr_bf.data.samples import build_digits, build_scenes
 from detr_bf.data.samples.composite import SampleSplit, Scene
 from detr_bf.data.samples.writing import MANIFEST, Recipe, already_built, annotation, panoptic_segments, write_dataset
-from detr_bf.errors import InputError
-from detr_bf.text import printable
 
 RECIPE = Recipe("toy", 1, num_train=3, num_val=2, image_size=32, seed=0, object_size=(0.2, 0.5))
 LICENCE = {"name": "none", "url": ""}

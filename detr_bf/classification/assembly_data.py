@@ -1,0 +1,266 @@
+"""Data of classifiers and masked autoencoders."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.data import Sampler
+
+from detr_bf.assembly.training import choose_grey_bits, epoch_batches, precision_of
+from detr_bf.classification.augmentation import BatchMix, EvalTransform, Mix, MixedBatch, TrainTransform, WithKeys
+from detr_bf.classification.batch import LabelledImages
+from detr_bf.classification.checks import examine_images
+from detr_bf.classification.config import ClassifierConfig, ImageTransformConfig
+from detr_bf.classification.data import (
+    FileImages,
+    LabelledImageSet,
+    LabelledSplits,
+    kept_indices,
+    require_no_flips,
+    require_two_classes,
+)
+from detr_bf.classification.masked_config import MaskedConfig
+from detr_bf.classification.network import build_network
+from detr_bf.classification.sources import read_splits
+from detr_bf.common import distributed
+from detr_bf.common.errors import InputError
+from detr_bf.common.structures import ClassMap
+from detr_bf.data.batches import SameSizeBatches, SampleKey
+from detr_bf.data.checks.annotations import Report
+from detr_bf.data.loader import BatchLoader, make_loader
+from detr_bf.engine import EvaluationLoop
+from detr_bf.plugins import mixing_patch_size, patch_cutmix
+
+MakeImageBatches = Callable[[int, int], Iterator[LabelledImages]]  # (epoch, first batch) -> batches from there on
+ImageConfig = ClassifierConfig | MaskedConfig
+
+_NAMED = 10  # most classes that a message names
+
+
+@dataclass(frozen=True)
+class ImageSplits:
+    """Training and validation data of a run."""
+
+    train: LabelledImageSet  # reduced by data.per_class and data.long_tail
+    val: LabelledImageSet
+    class_map: ClassMap
+
+    @property
+    def class_counts(self) -> tuple[int, ...]:
+        """Number of training images of each class."""
+        return self.train.class_counts
+
+
+def build_image_splits(config: ImageConfig) -> ImageSplits:
+    """Build both splits with their transforms; the training split is reduced by per_class and long_tail.
+
+    Raises:
+        InputError: the data cannot be read or fetched, or a class has no training images.
+    """
+    found = read_image_splits(config)
+    if isinstance(config, ClassifierConfig):
+        require_two_classes(found)
+        require_no_flips(found, config.data.name, config.data.transforms.horizontal_flip)
+    data = config.data
+    train = LabelledImageSet(
+        found.train,
+        found.class_map,
+        build_image_train_transform(data.transforms),
+        seed=config.seed,
+        replace_unreadable=data.max_unreadable > 0,
+    )
+    if empty := [name for name, count in zip(found.class_map.names, train.class_counts, strict=True) if not count]:
+        raise InputError(
+            f"{found.train.origin}: {len(empty)} of {found.class_map.num_classes} classes have no training images, "
+            f"such as {', '.join(empty[:_NAMED])}: add images of them, or remove the classes from both splits"
+        )
+    val = LabelledImageSet(found.val, found.class_map, build_image_eval_transform(data.transforms))
+    return ImageSplits(train, val, found.class_map)
+
+
+def read_image_splits(config: ImageConfig) -> LabelledSplits:
+    """Return the splits of the data set, the training split reduced by per_class and long_tail.
+
+    ``data.grey_bits`` become those of the training images if they are not given (in-place).
+
+    Raises:
+        InputError: the data cannot be read or fetched.
+    """
+    data = config.data
+    found = _with_grey_bits(config, _read(config))
+    kept = kept_indices(
+        found.train.labels,
+        found.class_map.num_classes,
+        per_class=data.per_class,
+        imbalance=data.long_tail.imbalance,
+        order=data.long_tail.order,
+        seed=config.seed if data.subset_seed is None else data.subset_seed,
+    )
+    return replace(found, train=found.train.subset(kept)) if len(kept) < len(found.train) else found
+
+
+def _with_grey_bits(config: ImageConfig, found: LabelledSplits) -> LabelledSplits:
+    train, val = found.train.images, found.val.images
+    if not isinstance(train, FileImages):
+        return found
+    choose_grey_bits(config.data, train.folder, train.names)
+    assert isinstance(val, FileImages), "both splits are of one kind"
+    train, val = (replace(images, grey_bits=config.data.grey_bits) for images in (train, val))
+    return replace(found, train=replace(found.train, images=train), val=replace(found.val, images=val))
+
+
+def _read(config: ImageConfig) -> LabelledSplits:
+    data = config.data
+    evaluated: dict[str, Any] = {}
+    if isinstance(config, ClassifierConfig):
+        evaluated = {"val_subset": config.data.val_subset, "val_labels": config.data.val_labels}
+    return read_splits(data.name, data.root, data.train, data.val, data.max_pixels, **evaluated)
+
+
+def build_image_train_transform(transforms: ImageTransformConfig) -> TrainTransform:
+    """Build the training transform."""
+    return TrainTransform(
+        (transforms.size, transforms.size),
+        crop=transforms.crop,
+        area=transforms.area,
+        padding=transforms.padding,
+        horizontal_flip=transforms.horizontal_flip,
+        color_jitter=transforms.color_jitter,
+        auto_augment=transforms.auto_augment,
+        cutout=transforms.cutout,
+        erase_prob=transforms.erase,
+        interpolation=transforms.interpolation,
+        mean=transforms.mean,
+        std=transforms.std,
+    )
+
+
+def build_image_eval_transform(transforms: ImageTransformConfig) -> EvalTransform:
+    """Build resize and centre crop; the aspect ratio is kept if training uses random resized crops.
+
+    Random resized crops enlarge images, so evaluation then crops 7/8 of each side by default.
+    """
+    share = transforms.eval_crop
+    if share is None:
+        share = 0.875 if transforms.crop == "resized" else 1.0
+    return EvalTransform(
+        (transforms.size, transforms.size),
+        share=share,
+        keep_ratio=transforms.crop == "resized",
+        interpolation=transforms.interpolation,
+        mean=transforms.mean,
+        std=transforms.std,
+    )
+
+
+def train_batches(config: ImageConfig, splits: ImageSplits, device: torch.device) -> tuple[MakeImageBatches, int]:
+    """Return (epoch, first batch) -> training batches of this rank from there on, and the batches per epoch."""
+    batches = epoch_batches(config, len(splits.train), repeated_augment=config.data.repeats)
+    load = _train_loader(config, splits, device)
+    return (
+        lambda epoch, start: iter(load(batches(epoch=epoch, start_batch=start))),
+        len(batches(epoch=0)),
+    )
+
+
+def _train_loader(
+    config: ImageConfig, splits: ImageSplits, device: torch.device
+) -> Callable[[Sampler[list[SampleKey]]], BatchLoader[LabelledImages]]:
+    settings: dict[str, Any] = {"workers": config.data.workers, "pin_memory": device.type == "cuda"}
+    mix = build_mix(config, splits.class_map.num_classes)
+    if mix is None:
+        return partial(make_loader, splits.train, collate=LabelledImages.collate, **settings)
+    return partial(make_loader, WithKeys(splits.train), collate=MixedBatch(mix, config.seed), **settings)
+
+
+def val_loop(config: ImageConfig, splits: ImageSplits, device: torch.device) -> EvaluationLoop:
+    """Build the evaluation loop over the validation split, divided among ranks."""
+    batches = partial(
+        SameSizeBatches,
+        [(0, 0)] * len(splits.val),  # all images have one size after the transform
+        config.eval.batch_size,
+        rank=distributed.rank(),
+        world_size=distributed.world_size(),
+    )
+    load = partial(
+        make_loader,
+        splits.val,
+        collate=LabelledImages.collate,
+        workers=config.data.workers,
+        pin_memory=device.type == "cuda",
+    )
+    return EvaluationLoop(
+        make_batches=lambda start: iter(load(batches(start_batch=start))),
+        num_batches=len(batches()),
+        device=device,
+        precision=precision_of(config, device),
+    )
+
+
+@dataclass(frozen=True)
+class PatchMixing:
+    """DiversePatch's CutMix with whole patches."""
+
+    patch_size: tuple[int, int]
+    num_classes: int
+    smoothing: float
+
+    def __call__(self, batch: LabelledImages, seed: int) -> LabelledImages:
+        mixed = patch_cutmix(
+            batch.images,
+            batch.targets.labels,
+            patch_size=self.patch_size,
+            num_classes=self.num_classes,
+            smoothing=self.smoothing,
+            generator=torch.Generator().manual_seed(seed),
+        )
+        targets = replace(batch.targets, soft_labels=mixed.soft_labels, patch_labels=mixed.patch_labels)
+        return replace(batch, images=mixed.images, targets=targets)
+
+
+def build_mix(config: ImageConfig, num_classes: int) -> Mix | None:
+    """Build the mixing of training batches: DiversePatch's CutMix, or mixup and CutMix; None if all are off.
+
+    The soft labels are smoothed by ``loss.label_smoothing`` for cross-entropy, as the loss does without mixing; for
+    Balanced Softmax they are not.
+    """
+    if isinstance(config, MaskedConfig):
+        return None
+    settings = config.data.mix
+    smoothing = config.loss.label_smoothing if config.loss.name == "cross_entropy" else 0.0
+    if config.plugins.diverse_patch.enabled and config.plugins.diverse_patch.patch_cutmix:
+        return PatchMixing(patch_size(config), num_classes, smoothing)
+    if not settings.probability or not (settings.mixup or settings.cutmix):
+        return None
+    return BatchMix(
+        num_classes,
+        mixup=settings.mixup,
+        cutmix=settings.cutmix,
+        probability=settings.probability,
+        switch=settings.switch,
+        smoothing=smoothing,
+    )
+
+
+def patch_size(config: ClassifierConfig) -> tuple[int, int]:
+    """Return height and width in pixels of the patches that DiversePatch mixes.
+
+    Raises:
+        InputError: the network does not fit DiversePatch.
+    """
+    model = config.model
+    with torch.device("meta"):  # no memory for the weights
+        network = build_network(
+            model.name, num_classes=0, image_size=config.data.transforms.size, options=model.options
+        )
+    return mixing_patch_size(network)
+
+
+def check_image_data(config: ImageConfig) -> Report:
+    """Check the complete data of a config, before it is reduced."""
+    classify = isinstance(config, ClassifierConfig)
+    return examine_images(_read(config), classify=classify, workers=max(1, config.data.workers))

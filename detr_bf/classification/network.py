@@ -1,0 +1,271 @@
+"""timm and CIFAR classifiers by name, a dry run of each, and their weights."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import timm
+import torch
+from timm.layers.helpers import to_2tuple
+from timm.layers.patch_embed import PatchEmbed
+from timm.layers.pos_embed import resample_abs_pos_embed
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from detr_bf import interop
+from detr_bf.classification.cifar_resnet import cifar_resnet
+from detr_bf.classification.experts import NARROW, ExpertResNet
+from detr_bf.common.errors import InputError, prefix_errors
+from detr_bf.common.text import printable
+from detr_bf.engine import checkpoint_of
+
+logger = logging.getLogger(__name__)
+
+CIFAR_RESNET = "cifar_resnet"
+ENCODER = "encoder."  # prefix of the encoder's weights in a masked autoencoder
+_MISFIT = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+
+
+def build_network(
+    name: str,
+    *,
+    num_classes: int,
+    image_size: int,
+    pretrained: bool = False,
+    dropout: float = 0.0,
+    drop_path: float = 0.0,
+    experts: int = 1,
+    options: Mapping[str, Any] | None = None,
+) -> nn.Module:
+    """Build a timm model, or ``cifar_resnet`` with its depth, and dry-run it on two images.
+
+    Args:
+        image_size: in pixels.
+        experts: more than 1: :class:`ExpertResNet` of residual networks with narrower last stages.
+        options: further arguments of ``timm.create_model``.
+
+    Raises:
+        InputError: there is no such model, it does not accept the settings or the images, or its weights cannot be
+            loaded.
+    """
+    chosen = dict(options or {})
+    if experts > 1:
+        _reject_settings("model.experts", {"pretrained": pretrained, "dropout": dropout})
+    build: Callable[[], nn.Module]
+    if name.startswith(CIFAR_RESNET):
+        absent = {"pretrained": pretrained, "dropout": dropout, "drop_path": drop_path}
+        _reject_settings(f"model.name={name}", absent)
+        chosen = {"narrow": True, **chosen} if experts > 1 else chosen
+        build = partial(_cifar_resnet, name, num_classes, chosen)
+    else:
+        _check_known(name)
+        _check_size(chosen, image_size)
+        chosen = {"channels": NARROW, **chosen} if experts > 1 else chosen
+        build = partial(_of_timm, name, num_classes, image_size, pretrained, dropout, drop_path, chosen)
+    if experts > 1:
+        with prefix_errors(f"model.experts={experts} needs a ResNet of timm or of CIFAR with these settings"):
+            network: nn.Module = ExpertResNet([build() for _ in range(experts)], num_classes)
+    else:
+        network = build()
+    check_shapes(network, name, image_size=image_size, num_classes=num_classes)
+    return network
+
+
+def _of_timm(
+    name: str,
+    num_classes: int,
+    image_size: int,
+    pretrained: bool,
+    dropout: float,
+    drop_path: float,
+    options: Mapping[str, Any],
+) -> nn.Module:
+    given: dict[str, Any] = {"num_classes": num_classes}
+    given |= {"drop_rate": dropout} if dropout else {}
+    given |= {"drop_path_rate": drop_path} if drop_path else {}
+    given |= {"img_size": image_size} if timm.models.get_pretrained_cfg_value(name, "fixed_input_size") else {}
+    given |= options
+    if pretrained:
+        config = timm.get_pretrained_cfg(name)
+        if config is None or not config.has_weights:
+            raise InputError(f"model.pretrained=true: timm has no weights of {name}; set model.pretrained=false")
+    try:
+        model: nn.Module = timm.create_model(name, pretrained=pretrained, **given)
+    except OSError as error:
+        raise InputError(
+            f"model.pretrained=true: the weights of {name} cannot be loaded ({error}). Give a file with "
+            "init_from=FILE, or train from scratch with model.pretrained=false"
+        ) from error
+    except _MISFIT as error:
+        weights = " with its pretrained weights" if pretrained else ""
+        raise InputError(f"model.name={name}{weights} does not take {given}: {error}") from error
+    return model
+
+
+def _check_size(options: Mapping[str, Any], image_size: int) -> None:
+    own = options.get("img_size")
+    if own is None or options.get("dynamic_img_size") or to_2tuple(own) == (image_size, image_size):
+        return
+    raise InputError(
+        f"model.options.img_size={own} and data.transforms.size={image_size} differ: remove img_size, which is taken "
+        "from the data"
+    )
+
+
+def _check_known(name: str) -> None:
+    if timm.is_model(name):
+        return
+    near = timm.list_models(f"*{name.split('_')[0]}*")[:8]
+    raise InputError(
+        f"model.name={name}: timm {timm.__version__} has no such model. Similar names: {', '.join(near) or 'none'}; "
+        f"there are also {CIFAR_RESNET}20, 32, 44 and 56"
+    )
+
+
+def _reject_settings(network: str, settings: Mapping[str, float]) -> None:
+    """Raise InputError if one of the settings of ``model`` that ``network`` does not have is on."""
+    for setting, value in settings.items():
+        if value:
+            off = "false" if value is True else "0"
+            raise InputError(f"{network} has no {setting}: set model.{setting}={off}")
+
+
+def _cifar_resnet(name: str, num_classes: int, options: Mapping[str, Any]) -> nn.Module:
+    depth = name.removeprefix(CIFAR_RESNET)
+    if not (depth.isdecimal() and len(depth) <= 4):
+        raise InputError(f"model.name={printable(name)}: give a depth of at most four digits, such as {CIFAR_RESNET}32")
+    try:
+        return cifar_resnet(int(depth), num_classes, **options)
+    except TypeError as error:
+        raise InputError(f"model.name={name} does not take {dict(options)}: {error}") from error
+
+
+def check_shapes(network: nn.Module, name: str, *, image_size: int, num_classes: int) -> None:
+    """Run two images through a network without plug-ins in evaluation mode, to find shape errors early.
+
+    The network is left in training mode.
+
+    Args:
+        name: the setting ``model.name``.
+        image_size: in pixels, ``data.transforms.size``.
+        num_classes: 0 for a network without a classifier, whose outputs may have any shape.
+
+    Raises:
+        InputError: the network does not accept RGB images of this size, or does not return ``num_classes`` logits each.
+    """
+    _check_patches(network, image_size)
+    network.eval()
+    try:
+        output = _outputs(network, 2, image_size)
+    finally:
+        network.train()
+    shape = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
+    if num_classes and output is not None and shape != (2, num_classes):
+        raise InputError(
+            f"model.name={name} returns {shape} for two images, expected one row of {num_classes} logits each: remove "
+            "what changes the classifier from model.options, such as global_pool or num_classes"
+        )
+
+
+def check_batch_norm(network: nn.Module, *, image_size: int, rows: int) -> None:
+    """Check that a training batch of ``rows`` images per rank gives batch norm two or more values per channel.
+
+    The network is left in training mode; its statistics do not change.
+
+    Raises:
+        InputError: a batch norm would get a single value.
+    """
+    if rows != 1:  # the loader reports batches without images
+        return
+    network.train()
+    getattr(network, "plugins", nn.Identity()).eval()  # they do not gather the images of other ranks here
+    try:
+        with suppress(RuntimeError):  # operators that need values are checked in training
+            _meta_outputs(network, rows, image_size)
+    except ValueError as error:
+        raise InputError(
+            f"batch norm cannot train on {rows} image of {image_size} x {image_size} pixels ({error}): give "
+            "train.batch_size=2 or more, and at least two training images for each process"
+        ) from error
+    finally:
+        network.train()
+
+
+def _check_patches(network: nn.Module, image_size: int) -> None:
+    """timm silently drops pixels beyond the last full patch."""
+    embed = getattr(network, "patch_embed", None)
+    if not isinstance(embed, PatchEmbed) or embed.dynamic_img_pad:
+        return
+    if any(image_size % side for side in embed.patch_size):
+        height, width = embed.patch_size
+        raise InputError(
+            f"data.transforms.size={image_size} is not a multiple of the model's patches of {height} x {width} pixels: "
+            f"give {max(1, image_size // height) * height} for instance, or another model.options.patch_size"
+        )
+
+
+def _outputs(network: nn.Module, rows: int, image_size: int) -> Any:
+    """Return the outputs on meta tensors, or on zeros if an operator needs values; None if neither is possible.
+
+    Raises:
+        InputError: the forward pass fails.
+    """
+    try:
+        return _meta_outputs(network, rows, image_size)
+    except _MISFIT as error:
+        if next(network.parameters()).is_meta:
+            if isinstance(error, NotImplementedError):  # the network needs values and has none
+                return None
+            raise _misfit(image_size, error) from error
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=()):
+            return network(torch.zeros(rows, 3, image_size, image_size))
+    except _MISFIT as error:
+        raise _misfit(image_size, error) from error
+
+
+def _meta_outputs(network: nn.Module, rows: int, image_size: int) -> Any:
+    """Run the network on meta copies of its weights and buffers, which stay unchanged."""
+    tensors = {**dict(network.named_parameters()), **dict(network.named_buffers())}
+    meta = {name: tensor.detach().to("meta") for name, tensor in tensors.items()}
+    with torch.no_grad(), torch.device("meta"), torch.random.fork_rng(devices=()):
+        return functional_call(network, meta, (torch.empty(rows, 3, image_size, image_size),))
+
+
+def _misfit(image_size: int, error: Exception) -> InputError:
+    return InputError(
+        f"the model does not work on colour images of data.transforms.size={image_size} ({error}): change the size, or "
+        "the sizes and channels in model.options"
+    )
+
+
+def with_resized_positions(network: nn.Module, weights: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
+    """Interpolate the position embedding of a ViT that was trained on images of another size, and log it.
+
+    A position embedding that is no square grid, or has another width, is returned unchanged.
+    """
+    model, found = cast("Any", network), weights.get("pos_embed")
+    own, grid = getattr(model, "pos_embed", None), getattr(getattr(model, "patch_embed", None), "grid_size", None)
+    if found is None or own is None or grid is None or found.shape == own.shape:
+        return dict(weights)
+    prefix = own.shape[1] - grid[0] * grid[1]  # class tokens with a position of their own
+    side = math.isqrt(max(found.shape[1] - prefix, 0)) if found.dim() == own.dim() == 3 else 0
+    if not side or side**2 + prefix != found.shape[1] or found.shape[-1] != own.shape[-1]:
+        return dict(weights)
+    logger.info("init_from %s: its pos_embed of %d x %d patches is interpolated to %d x %d", source, side, side, *grid)
+    resized = resample_abs_pos_embed(found, list(grid), [side, side], num_prefix_tokens=prefix)
+    return {**weights, "pos_embed": resized}
+
+
+def read_network_weights(path: Path) -> dict[str, Tensor]:
+    """Return the weights of a run or file for a timm network; of a masked autoencoder only the encoder's."""
+    weights = interop.read_state(checkpoint_of(path))
+    if any(name.startswith(ENCODER) for name in weights):
+        return {name.removeprefix(ENCODER): value for name, value in weights.items() if name.startswith(ENCODER)}
+    return weights

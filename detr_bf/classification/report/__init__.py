@@ -1,1 +1,0 @@
-"""Report pages and pictures of classifiers and masked autoencoders."""

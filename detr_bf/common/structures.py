@@ -1,0 +1,421 @@
+"""Frozen dataclasses passed between packages.
+
+Shape legend: B images, R rows (num_streams x B), L decoder layers, Q queries, K class logits, T objects of one image,
+S tokens, C channels, H x W pixels of the padded batch.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from detr_bf.common.errors import InputError
+from detr_bf.common.text import printable
+
+
+@dataclass(frozen=True)
+class ClassMap:
+    """Map between contiguous class indices and the category ids and names of the annotation file.
+
+    Index i of the model's logits means ``category_ids[i]``; ids may be sparse, 1-based and in any order. ``names`` are
+    cleaned on construction (:func:`detr_bf.common.text.printable`): one line of at most 200 characters without control
+    characters, lone surrogates and surrounding blanks, so that they can be drawn, printed and written as UTF-8. A class
+    without a name is named by its id. Classes are matched by id alone; the names of two class maps can be compared,
+    because both are cleaned.
+    """
+
+    category_ids: tuple[int, ...]
+    names: tuple[str, ...]
+    is_thing: tuple[bool, ...] = ()  # True = countable objects; all True by default
+
+    def __post_init__(self) -> None:
+        pairs = zip(self.names, self.category_ids, strict=True)
+        names = tuple(printable(str(name).strip()) or str(number) for name, number in pairs)
+        object.__setattr__(self, "names", names)
+        if not self.is_thing:
+            object.__setattr__(self, "is_thing", (True,) * len(self.category_ids))
+
+    @classmethod
+    def from_categories(cls, categories: Sequence[Mapping[str, Any]]) -> ClassMap:
+        """Read the ``categories`` list of a COCO file, sorted by id; ``isthing`` 0 is stuff, 1 or absent a thing."""
+        ordered = sorted(categories, key=lambda category: int(category["id"]))
+        return cls(
+            tuple(int(c["id"]) for c in ordered),
+            tuple("" if c.get("name") is None else str(c["name"]) for c in ordered),
+            tuple(bool(c.get("isthing", True)) for c in ordered),
+        )
+
+    @classmethod
+    def from_dict(cls, state: Mapping[str, Any]) -> ClassMap:
+        """Inverse of :meth:`to_dict`."""
+        return cls(tuple(state["category_ids"]), tuple(state["names"]), tuple(state.get("is_thing", ())))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain lists, for checkpoints and JSON."""
+        return {"category_ids": list(self.category_ids), "names": list(self.names), "is_thing": list(self.is_thing)}
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.category_ids)
+
+    @cached_property
+    def distinct_names(self) -> tuple[str, ...]:
+        """Names of the classes; a name shared by several categories is followed by its id."""
+        names = self.names
+        for _ in names:  # repeat until all differ: "cat (3)" may be the name of another class
+            count = Counter(names)
+            if len(count) == len(names):
+                break
+            pairs = zip(names, self.category_ids, strict=True)
+            names = tuple(name if count[name] == 1 else f"{name} ({category_id})" for name, category_id in pairs)
+        return names
+
+    @cached_property
+    def index(self) -> dict[int, int]:
+        """Category id -> contiguous index."""
+        return {category_id: index for index, category_id in enumerate(self.category_ids)}
+
+
+@dataclass(frozen=True)
+class Target:
+    """Ground truth of one image for the losses, without crowds."""
+
+    image_id: int
+    boxes: Tensor  # (T, 4) float32, centre x, centre y, width, height, in fractions of the unpadded image
+    labels: Tensor  # (T,) int64, contiguous class indices
+    size: tuple[int, int]  # height, width in pixels after the transforms, before padding
+    original_size: tuple[int, int]  # height, width in pixels of the file (EXIF rotation applied)
+    file_name: str = ""  # printable
+    masks: Tensor | None = None  # (T, h, w) bool at `size`; None: not loaded
+    replaced: str = ""  # if this image replaces an unreadable one: why that could not be read
+
+    @classmethod
+    def without_objects(cls, device: torch.device | str = "cpu") -> Target:
+        """Return the target of an image of one pixel without objects."""
+        labels = torch.zeros(0, dtype=torch.int64, device=device)
+        return cls(0, torch.zeros(0, 4, device=device), labels, (1, 1), (1, 1))
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Target:
+        return replace(
+            self,
+            boxes=self.boxes.to(device, non_blocking=non_blocking),
+            labels=self.labels.to(device, non_blocking=non_blocking),
+            masks=None if self.masks is None else self.masks.to(device, non_blocking=non_blocking),
+        )
+
+    def pin_memory(self) -> Target:
+        """Copy boxes, labels and masks to pinned memory."""
+        masks = None if self.masks is None else self.masks.pin_memory()
+        return replace(self, boxes=self.boxes.pin_memory(), labels=self.labels.pin_memory(), masks=masks)
+
+    def fits(self, padded: tuple[int, int], num_classes: int) -> bool:
+        """Return True if the tensors have their documented shapes and types, within images of ``padded`` size."""
+        count, (height, width) = len(self.boxes), self.size
+        return (
+            is_dense(self.boxes, (count, 4), torch.float32)
+            and are_labels(self.labels, (count,), num_classes)
+            and 0 < height <= padded[0]
+            and 0 < width <= padded[1]
+            and (self.masks is None or is_dense(self.masks, (count, height, width), torch.bool))
+        )
+
+
+@dataclass(frozen=True)
+class PaddedTargets:
+    """Objects of R rows, padded to one tensor; T is the number of objects of the row with most of them."""
+
+    labels: Tensor  # (R, T) int64, 0 where there is no object
+    boxes: Tensor  # (R, T, 4) float, 0 where there is no object
+    counts: tuple[int, ...]  # objects of each row
+
+    @classmethod
+    def of(cls, targets: Sequence[Target], num_streams: int = 1) -> PaddedTargets:
+        """Pad the targets of B images and repeat them for every stream: R = num_streams x B."""
+        labels = pad_sequence([target.labels for target in targets], batch_first=True)
+        boxes = pad_sequence([target.boxes for target in targets], batch_first=True)
+        counts = tuple(len(target.labels) for target in targets)
+        return cls(labels.repeat(num_streams, 1), boxes.repeat(num_streams, 1, 1), counts * num_streams)
+
+    @property
+    def exists(self) -> Tensor:
+        """(R, T) bool on the CPU, False in the padding."""
+        counts = torch.tensor(self.counts, device="cpu")
+        return torch.arange(self.labels.shape[1], device=counts.device) < counts[:, None]
+
+    def repeated(self, count: int) -> PaddedTargets:
+        """Repeat each row ``count`` times, next to itself."""
+        counts = tuple(number for number in self.counts for _ in range(count))
+        return PaddedTargets(self.labels.repeat_interleave(count, 0), self.boxes.repeat_interleave(count, 0), counts)
+
+    def of_one_class(self) -> PaddedTargets:
+        """Set all labels to 0, the class of proposals."""
+        return replace(self, labels=torch.zeros_like(self.labels))
+
+
+def is_dense(value: Any, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
+    """Return True for a dense tensor of that shape and type with values."""
+    return (
+        isinstance(value, Tensor)
+        and not (value.is_nested or value.is_meta)
+        and value.layout == torch.strided
+        and (value.shape, value.dtype) == (shape, dtype)
+    )
+
+
+def are_labels(value: Any, shape: tuple[int, ...], num_classes: int) -> bool:
+    """Return True for an int64 tensor of that shape whose values are class indices."""
+    return is_dense(value, shape, torch.int64) and bool(((value >= 0) & (value < num_classes)).all())
+
+
+def padding_mask(
+    sizes: Sequence[tuple[int, int]], padded: tuple[int, int], device: torch.device | str = "cpu"
+) -> Tensor:
+    """Return the padding mask (B, H, W) bool, True = padding, of B images in a batch of ``padded`` size.
+
+    Sizes are height and width in pixels; images lie in the upper left corner.
+    """
+    mask = torch.ones(len(sizes), *padded, dtype=torch.bool, device=device)
+    for row, (height, width) in zip(mask, sizes, strict=True):
+        row[:height, :width] = False
+    return mask
+
+
+def resize_mask(padding_mask: Tensor, size: Sequence[int]) -> Tensor:
+    """Resize a mask (B, H, W) bool to (B, h, w); each cell takes the value of its nearest pixel.
+
+    The same pixels as those of ``F.interpolate(mode="nearest")``, which other runtimes round in other ways.
+    """
+    rows, columns = (
+        (torch.arange(count, dtype=torch.float32, device=padding_mask.device) * (length / count)).long()
+        for count, length in zip(size, padding_mask.shape[1:], strict=True)
+    )
+    return padding_mask[:, rows][:, :, columns]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Images padded at the right and at the bottom to one size."""
+
+    images: Tensor  # (B, 3, H, W) uint8
+    padding_mask: Tensor  # (B, H, W) bool, True = padding
+    targets: tuple[Target, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    @property
+    def replaced(self) -> tuple[str, ...]:
+        """One message for each unreadable image that another image replaces."""
+        return tuple(target.replaced for target in self.targets if target.replaced)
+
+    @property
+    def inputs(self) -> Batch:
+        """Argument of the model."""
+        return self
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """File names of the images, for messages."""
+        return tuple(target.file_name for target in self.targets)
+
+    def not_finite(self) -> list[str]:
+        """Return the names of the images whose boxes hold infinity or NaN."""
+        return [target.file_name for target in self.targets if not target.boxes.isfinite().all()]
+
+    @classmethod
+    def collate(cls, samples: Sequence[tuple[Tensor, Target]]) -> Batch:
+        """Pad ``(3, h, w)`` uint8 images to the largest height and width among them."""
+        if not samples:
+            raise InputError("a batch needs at least one image, got none")
+        images, targets = zip(*samples, strict=True)
+        height = max(image.shape[-2] for image in images)
+        width = max(image.shape[-1] for image in images)
+        padded = torch.zeros(len(images), 3, height, width, dtype=torch.uint8)
+        for row, image in zip(padded, images, strict=True):
+            row[:, : image.shape[-2], : image.shape[-1]] = image
+        sizes = [(image.shape[-2], image.shape[-1]) for image in images]
+        return cls(padded, padding_mask(sizes, (height, width)), tuple(targets))
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
+        return Batch(
+            self.images.to(device, non_blocking=non_blocking),
+            self.padding_mask.to(device, non_blocking=non_blocking),
+            tuple(target.to(device, non_blocking) for target in self.targets),
+        )
+
+    def pin_memory(self) -> Batch:
+        """Copy all tensors to pinned memory; called by the DataLoader."""
+        targets = tuple(target.pin_memory() for target in self.targets)
+        return Batch(self.images.pin_memory(), self.padding_mask.pin_memory(), targets)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return tensors and plain values, for a capture of the step."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any]) -> Batch:
+        """Inverse of :meth:`to_dict`; file names are made printable. Check the result with :meth:`fits`."""
+        targets = (Target(**{**target, "file_name": printable(target["file_name"])}) for target in content["targets"])
+        return cls(**{**content, "targets": tuple(targets)})
+
+    def fits(self, num_classes: int) -> bool:
+        """Return True if the tensors have their documented shapes and types, and labels are below ``num_classes``."""
+        rows, _, height, width = self.images.shape
+        return (
+            is_dense(self.images, (rows, 3, height, width), torch.uint8)
+            and is_dense(self.padding_mask, (rows, height, width), torch.bool)
+            and len(self.targets) == rows
+            and all(target.fits((height, width), num_classes) for target in self.targets)
+        )
+
+
+@dataclass(frozen=True)
+class FeatureMap:
+    """One backbone level."""
+
+    tensor: Tensor  # (B, C, h, w)
+    padding_mask: Tensor  # (B, h, w) bool, True = padding
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """Tokens of an encoder layer, with all tensors that must keep the same number of rows.
+
+    ``tokens`` is (R, S, C) with R = num_streams x B, clean stream first. ``per_sample`` holds tensors with one entry
+    per row (``padding_mask`` (R, S), ``position`` (R, S, C), ...), ``static`` values shared by all
+    rows (``spatial_shapes``).
+    """
+
+    tokens: Tensor
+    per_sample: Mapping[str, Tensor] = field(default_factory=dict)
+    static: Mapping[str, Any] = field(default_factory=dict)
+    num_streams: int = 1
+
+    def with_tokens(self, tokens: Tensor) -> TokenBatch:
+        """Replace the tokens; the rows stay the same."""
+        return replace(self, tokens=tokens)
+
+    def fork(self, second_stream: Tensor) -> TokenBatch:
+        """Append a second stream (B, S, C); every per-sample tensor is repeated."""
+        assert self.num_streams == 1, "a batch forks once"
+        return replace(
+            self,
+            tokens=torch.cat([self.tokens, second_stream]),
+            per_sample={name: torch.cat([value, value]) for name, value in self.per_sample.items()},
+            num_streams=2,
+        )
+
+
+@dataclass(frozen=True)
+class QueryGroup:
+    """Consecutive queries of a training step with their own assignment to the objects and their own loss terms.
+
+    A group consists of ``parts`` of equal size, which do not attend to each other.
+    """
+
+    name: str  # end of the names of its loss terms; must not contain digits: `_0`, `_1` number the decoder layers
+    size: int  # queries, possibly none
+    assigned: Tensor | None = None  # (R, size) int64 on the CPU: object, -1 none, -2 not supervised; None: matched
+    parts: int = 1  # of equal size; matched separately
+    repeats: int = 1  # number of queries of one part that each object is matched with
+    weight: float = 1.0  # of its loss terms, in relation to those of the main queries
+
+
+@dataclass(frozen=True)
+class Queries:
+    """Queries of a decoder layer: their content and their position.
+
+    The main queries, which alone exist in evaluation, come first; the queries of the groups follow in their order.
+    """
+
+    content: Tensor  # (R, Q, C)
+    position: Tensor  # (R, Q, C), added to the content for attention
+    reference: Tensor | None = None  # (R, Q, 2 or 4) points or boxes in fractions of the unpadded image
+    modulation: Tensor | None = None  # (R, Q, C), position query of the cross-attention (Conditional DETR)
+    proposals: Outputs | None = None  # the encoder's own predictions the queries were chosen from (two-stage)
+    blocked: Tensor | None = None  # (Q, Q) bool, True = the query (row) does not attend to the query (column)
+    groups: tuple[QueryGroup, ...] = ()  # of further queries, in training
+
+
+@dataclass(frozen=True)
+class Masks:
+    """Mask logits over the padded image, computed on request for chosen pairs of row and query.
+
+    Masks are the most expensive output of a detector, and losses and postprocessing read few of them: those of matched
+    pairs, or of queries that predict an object. No mask depends on which others are requested.
+    """
+
+    of: Callable[[Tensor, Tensor], Tensor]  # rows (M,) and queries (M,), int64 -> logits (M, h, w)
+    rows: int
+    queries: int
+
+    @classmethod
+    def known(cls, logits: Tensor) -> Masks:
+        """Wrap the logits (R, Q, h, w) of all masks."""
+        return cls(lambda row, query: logits[row, query], *logits.shape[:2])
+
+    def all(self) -> Tensor:
+        """Compute all masks: (R, Q, h, w)."""
+        pairs = torch.cartesian_prod(torch.arange(self.rows), torch.arange(self.queries))
+        return self.of(pairs[:, 0], pairs[:, 1]).unflatten(0, (self.rows, self.queries))
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """Predictions of a detector, all decoder layers stacked, the last layer last.
+
+    Without auxiliary outputs L = 1. Rows hold ``num_streams`` streams of B images, clean stream first.
+    """
+
+    logits: Tensor  # (L, R, Q, K)
+    boxes: Tensor  # (L, R, Q, 4) float, centre x, centre y, width, height in fractions of the unpadded image
+    num_streams: int = 1
+    proposals: Outputs | None = None  # of the encoder of a two-stage detector: one layer
+    one_class: bool = False  # class 0 means any object (proposals)
+    states: Tensor | None = None  # (R, Q, C), input of the last layer's heads
+    masks: Masks | None = None  # of the last layer; None without mask head
+    groups: tuple[tuple[QueryGroup, Outputs], ...] = ()  # further queries of a training step, all decoder layers
+
+
+@dataclass(frozen=True)
+class Detections:
+    """Scored boxes of one image in pixels of the original file."""
+
+    image_id: int
+    boxes: Tensor  # (N, 4) float32, x0, y0, x1, y1 in pixels
+    scores: Tensor  # (N,) float32 in [0, 1]
+    labels: Tensor  # (N,) int64, contiguous class indices
+    masks: tuple[Mapping[str, Any], ...] | None = None  # N masks of the original file as COCO's compressed RLE
+
+    def above(self, least: Tensor) -> Detections:
+        """Return the detections whose scores reach the least score of their class, (K,); NaN is kept."""
+        keep = ~(self.scores.cpu().double() < least[self.labels.cpu()])
+        masks = self.masks and tuple(mask for mask, kept in zip(self.masks, keep, strict=True) if kept)
+        boxes, scores, labels = (x[keep.to(x.device)] for x in (self.boxes, self.scores, self.labels))
+        return Detections(self.image_id, boxes, scores, labels, masks)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One region of a panoptic map."""
+
+    id: int  # 1 or more, in the map
+    label: int  # contiguous class index
+    area: int  # pixels of the map
+    is_crowd: bool = False  # of ground truth only
+
+
+@dataclass(frozen=True)
+class PanopticMap:
+    """One image divided into segments that do not overlap."""
+
+    image_id: int
+    ids: Tensor  # (H, W) int32 at the size of the original file, 0 = no segment
+    segments: tuple[Segment, ...]

@@ -1,0 +1,1 @@
+"""Trained models: loading, fine-tuning in one call, prediction, exported files, and an HTTP server."""

@@ -1,0 +1,262 @@
+"""Fine-tuning of a detector on a folder of annotated images, from Python."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import shlex
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Literal, overload
+
+from detr_bf.assembly.data import data_source
+from detr_bf.common.errors import InputError
+from detr_bf.common.progress import setup_logging
+from detr_bf.common.text import printable
+from detr_bf.config import DetectionConfig, load_config, own_settings, packaged_configs
+from detr_bf.config.common import EMA_SPANS
+from detr_bf.config.detection import DataConfig
+from detr_bf.data.coco import read_annotations
+from detr_bf.data.formats import read_folder
+from detr_bf.inference.loading import VAL_NAMES, load, recipe_file
+from detr_bf.inference.predictor import Predictor
+from detr_bf.tasks import task_of
+from detr_bf.tasks.run import Outcome, dry_run_training, train
+
+logger = logging.getLogger(__name__)
+
+RUN_STEPS = 3000  # of a run whose length is not given
+MOST_EPOCHS = 300
+WARMUP_STEPS = 100  # of a run of at least ten times as many
+AUGMENTATION = ("none", "light", "strong")
+SHORT_RUN = 10  # epochs at most without augmentation; docs/results.md has the measurements behind these numbers
+MOST_DECAY = 0.9997
+# Learning rate of RT-DETR without a trained detector to start from, in a run of RUN_STEPS steps. It is multiplied by
+# sqrt(RUN_STEPS / steps), up to the limit, and is never below the recipe's.
+SCRATCH_RATE = 4e-4
+MOST_RATE = 2e-3
+VAL_FRACTION = 0.2  # of a folder without validation split
+TRAIN_NAMES = ("train", "train2017", "training")
+_OTHER_NAMES = ("trainval", "test", "test2017", "testing")  # they, too, show that a folder has splits
+_PATH_SETTINGS = ("data.root=", "data.train.", "data.val.", "output_dir=")
+_SPLIT_SETTINGS = ("data.train.", "data.val.", "data.val_fraction", "data.fold")
+
+
+@overload
+def finetune(
+    data: str | Path,
+    *,
+    output: str | Path,
+    model: str = ...,
+    init_from: str | Path | None = ...,
+    augment: str | None = ...,
+    resume: bool = ...,
+    overrides: Sequence[str] = ...,
+    dry_run: Literal[False] = ...,
+) -> Predictor: ...
+
+
+@overload
+def finetune(
+    data: str | Path,
+    *,
+    output: str | Path,
+    model: str = ...,
+    init_from: str | Path | None = ...,
+    augment: str | None = ...,
+    resume: bool = ...,
+    overrides: Sequence[str] = ...,
+    dry_run: Literal[True],
+) -> None: ...
+
+
+def finetune(
+    data: str | Path,
+    *,
+    output: str | Path,
+    model: str = "rtdetr_r50",
+    init_from: str | Path | None = None,
+    augment: str | None = None,
+    resume: bool = False,
+    overrides: Sequence[str] = (),
+    dry_run: bool = False,
+) -> Predictor | None:
+    """Train a detector on a folder and return the predictor of its best checkpoint.
+
+    This is ``detr-bf train MODEL finetune augment_AUGMENT data.root=DATA output_dir=OUTPUT ...``, and logs that
+    command: the data are checked before the first step, and evaluation, results and a report are in ``output``. Splits
+    named train and val (or valid, ...) are used; of a folder without val a fifth of the training images is for
+    validation, of a folder without splits a fifth of all images. The number of epochs gives about ``RUN_STEPS``
+    optimizer steps, at most ``MOST_EPOCHS`` epochs. The number of steps chooses the warm-up, the decay of the
+    averaged weights, and for RT-DETR without ``init_from`` the learning rates (docs/fine_tuning.md).
+
+    Args:
+        data: folder in one of the forms that docs/data.md lists.
+        output: new folder of the run, or with ``resume`` the folder of a run.
+        model: name of a recipe (:func:`detr_bf.list_models`) or of another packaged config (``demo``), or a YAML file,
+            whose own settings replace those of fine-tuning.
+        init_from: checkpoint or run to start from; by default the backbone's weights that the recipe names.
+        augment: none, light or strong (``configs/augment_*.yaml``); by default light, and none in a run of
+            ``SHORT_RUN`` epochs or fewer. Strong augmentation ends with the last tenth of the epochs.
+        resume: continue the run in ``output`` if there is one.
+        overrides: settings as on the command line, which replace those chosen here.
+        dry_run: do everything up to the first step, log what was found, write nothing and return None.
+
+    Raises:
+        InputError: for anything that can be corrected, before the first step.
+    """
+    config, outcome = fine_tuned(
+        data,
+        output=output,
+        model=model,
+        init_from=init_from,
+        augment=augment,
+        resume=resume,
+        overrides=overrides,
+        dry_run=dry_run,
+    )
+    if dry_run:
+        logger.info("%s", outcome)  # ranks other than 0 log errors only
+        return None
+    return load(config.output_dir, config.device)
+
+
+def fine_tuned(
+    data: str | Path,
+    *,
+    output: str | Path,
+    model: str,
+    init_from: str | Path | None,
+    augment: str | None,
+    resume: bool,
+    overrides: Sequence[str],
+    dry_run: bool,
+) -> tuple[DetectionConfig, Outcome | str | None]:
+    """Train or try as :func:`finetune` describes; return the config and the result (None on ranks other than 0).
+
+    Raises:
+        InputError: for anything that can be corrected, before the first step.
+    """
+    if not str(output).strip():
+        raise InputError("finetune needs the folder of the run: output='runs/mine'")
+    if dry_run and resume:
+        raise InputError("dry_run=True and resume=True exclude each other: a dry run tries a new run")
+    paths = {"data.root": data, "output_dir": output} | ({} if init_from is None else {"init_from": init_from})
+    names = {each.partition("=")[0].strip() for each in overrides}
+    # quoted, because the values of settings are YAML: 007 would be a number, and "a #1" end at the blank
+    chosen = [
+        f"{name}={json.dumps(str(Path(path).expanduser()), ensure_ascii=False)}"
+        for name, path in paths.items()
+        if name not in names
+    ]
+    files, own = fine_tuning_files(model)
+    augment, more = chosen_settings(files, [*own, *chosen, *overrides], augment)
+    files, chosen = [*files, packaged_configs()[f"augment_{augment}"]], [*own, *chosen, *more]
+    config: DetectionConfig = load_config(files, [*chosen, *overrides], task="detection")
+    setup_logging()
+    command = ["detr-bf", "train", model, "finetune", f"augment_{augment}", *chosen, *overrides]
+    command += ["--auto-resume"] * resume + ["--dry-run"] * dry_run
+    logger.info("same as: %s", printable(shlex.join(command), limit=2000))
+    if dry_run:
+        return config, dry_run_training(task_of(config))
+    return config, train(task_of(config), resume_if_possible=resume)
+
+
+def fine_tuning_files(model: str) -> tuple[list[Path], list[str]]:
+    """Return the configs of a detector and of fine-tuning, and the settings that win over both.
+
+    These are the settings of a file of the user, without those it inherits and without paths of data and run. Of a
+    packaged config there are none.
+
+    Raises:
+        InputError: there is no such config.
+    """
+    packaged = packaged_configs()
+    path = packaged.get(model) or recipe_file(model)
+    own = [] if path in packaged.values() else own_settings(path)
+    return [path, packaged["finetune"]], [setting for setting in own if not setting.startswith(_PATH_SETTINGS)]
+
+
+def chosen_settings(files: Sequence[Path], given: Sequence[str], augment: str | None = None) -> tuple[str, list[str]]:
+    """Return the name of the augmentation, and the settings chosen for the folder that are not among the given ones.
+
+    These are the splits, the length of the run, and what follows from the length.
+
+    Args:
+        files: configs of the detector and of fine-tuning, without augmentation.
+        given: settings, with data.root.
+        augment: as in :func:`finetune`.
+
+    Raises:
+        InputError: the folder cannot be read, or has splits of which none is known to be for training; there is no such
+            augmentation.
+    """
+    if augment is not None and augment not in AUGMENTATION:
+        raise InputError(f"augment must be one of {', '.join(AUGMENTATION)}, or None; got {printable(repr(augment))}")
+    names, chosen = {each.partition("=")[0].strip() for each in given}, list[str]()
+    if not any(name.startswith(_SPLIT_SETTINGS) for name in names):
+        chosen += folder_splits(load_config(files, given, task="detection").data)
+    config: DetectionConfig = load_config(files, [*given, *chosen], task="detection")
+    train, images = config.train, _train_images(config)
+    steps = max(1, math.ceil(images / (train.batch_size * train.accumulate)))
+    epochs = train.epochs if "train.epochs" in names else min(MOST_EPOCHS, math.ceil(RUN_STEPS / steps))
+    augment = augment or ("none" if epochs <= SHORT_RUN else "light")
+    settings: dict[str, float] = {"train.epochs": epochs, **_by_steps(config, epochs * steps, names)}
+    if augment == "strong":
+        settings["data.plain_last_epochs"] = epochs // 10
+    return augment, chosen + [f"{name}={value}" for name, value in settings.items() if name not in names]
+
+
+def folder_splits(data: DataConfig) -> list[str]:
+    """Return the settings of the splits of the folder ``data.root``, or of a division of its images.
+
+    They replace the splits that a config has for the folder of its own. Without ``data.root`` there are none.
+
+    Raises:
+        InputError: the folder has splits, and it is not clear which one is for training.
+    """
+    if not data.root:
+        return []
+    folder = read_folder(Path(data.root), data.format)
+    first = {name.split("/")[0] for name in folder.split_names} | set(folder.splits)
+    known = {name.lower(): name for name in sorted(first)}
+    train, val = (next((known[name] for name in names if name in known), "") for names in (TRAIN_NAMES, VAL_NAMES))
+    if not train and (folder.splits or any(name in known for name in (*VAL_NAMES, *_OTHER_NAMES))):
+        raise InputError(
+            f"{printable(data.root)} has no split train; its splits: {folder.known_splits}. Give "
+            "overrides=['data.train.split=NAME', 'data.val.split=NAME'] (or data.val_fraction=0.2 for the second)"
+        )
+    chosen: dict[str, object] = {"data.train.split": train or None, "data.val.split": val or None}
+    chosen |= {"data.val_fraction": 0.0 if val else VAL_FRACTION, "data.folds": 0, "data.fold": 0}
+    before: dict[str, object] = {"data.train.split": data.train.split, "data.val.split": data.val.split}
+    before |= {"data.val_fraction": data.val_fraction, "data.folds": data.folds, "data.fold": data.fold}
+    return [f"{name}={json.dumps(value)}" for name, value in chosen.items() if value != before[name]]
+
+
+def _train_images(config: DetectionConfig) -> float:
+    """Return the number of training images, about as many of a divided folder."""
+    data = config.data
+    if not data.root:
+        return len(read_annotations(data_source(config, "train").annotations).images)
+    images = len(read_folder(Path(data.root), data.format).split(data.train.split or "").images)
+    return images * ((data.folds - 1) / data.folds if data.folds else 1 - data.val_fraction)
+
+
+def _by_steps(config: DetectionConfig, steps: int, given: Collection[str]) -> dict[str, float]:
+    """Return the warm-up, the decay of the averaged weights and the learning rates of a run of this many steps.
+
+    Args:
+        given: names of the settings that the user chose.
+    """
+    optimizer = config.optimizer
+    chosen = {
+        "optimizer.warmup_steps": min(WARMUP_STEPS, steps // 10),
+        "train.ema.decay": round(min(MOST_DECAY, max(0.0, 1 - EMA_SPANS / steps)), 4),
+    }
+    if config.model.name not in ("rtdetr", "rtdetrv2") or config.init_from or "optimizer.lr" in given:
+        return chosen
+    rate = float(f"{min(MOST_RATE, SCRATCH_RATE * math.sqrt(RUN_STEPS / steps)):.2g}")
+    if not 0 < optimizer.lr < rate:
+        return chosen
+    return {**chosen, "optimizer.lr": rate, "optimizer.backbone_lr": max(optimizer.backbone_lr, round(rate / 10, 6))}

@@ -1,0 +1,593 @@
+"""A trained detector ready for images."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import numbers
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any, TypeAlias, overload
+
+import torch
+from torch import Tensor, nn
+
+from detr_bf.batchformer import BatchFormerV2
+from detr_bf.common.errors import InputError
+from detr_bf.common.files import is_folder
+from detr_bf.common.progress import progress_bar
+from detr_bf.common.structures import Batch, ClassMap, Detections, Outputs, PanopticMap, Target
+from detr_bf.common.text import printable
+from detr_bf.data.batches import SameSizeBatches
+from detr_bf.data.coco import CocoAnnotations, CocoDetection
+from detr_bf.data.images import MAX_PIXELS
+from detr_bf.data.inputs import ImageLike, by_size, check_batch_size, chunks, image_files, image_pixels, is_url
+from detr_bf.data.loader import make_loader
+from detr_bf.data.transforms import SampleTransform, eval_sample
+from detr_bf.data.video import VideoFrame, read_frames
+from detr_bf.detectors import Detector
+from detr_bf.evaluation import DEFAULT_THRESHOLD, CocoEvaluator, Result, ScoreThresholds
+from detr_bf.export import (
+    EXPORT_PRECISIONS,
+    Comparison,
+    Exported,
+    Form,
+    calibration_files,
+    export_detector,
+    synthetic_images,
+)
+from detr_bf.export.sharing import Origin, save_shared
+from detr_bf.inference.prediction import FramePrediction, PanopticPrediction, PictureList, Prediction, summary
+from detr_bf.inference.tiling import check_tile, join_tiles, tiles_of
+from detr_bf.interop.hub import send_folder
+from detr_bf.interop.transformers_folder import write_transformers_folder
+from detr_bf.losses.postprocess import PanopticPostprocess, Postprocess
+
+logger = logging.getLogger(__name__)
+
+ReadImage: TypeAlias = tuple[int, ImageLike, Tensor]  # number, the image as given, and its pixels
+
+
+@dataclass(frozen=True)
+class _Call:
+    """Checked arguments of a call of the predictor."""
+
+    least: Tensor  # score from which the detections of each class are returned
+    batch_size: int
+    half: bool = False
+    tile: tuple[int, int] | None = None
+    bgr: bool = False
+    skip: bool = False  # leave out images that cannot be read
+    single: bool = False
+
+
+@dataclass(frozen=True)
+class Predictor:
+    """Images in, :class:`~detr_bf.inference.prediction.Prediction` out, in pixels of the image given.
+
+    With a mask head the predictions have masks, and :meth:`panoptic` gives
+    :class:`~detr_bf.inference.prediction.PanopticPrediction`. What is taken as an image is
+    said by :func:`~detr_bf.data.inputs.image_pixels`; none may have more than ``max_pixels`` pixels, the run's
+    data.max_pixels.
+
+    Only detections with a score of at least ``threshold`` are returned: a number, ``"class"`` for the stored threshold
+    of each class, or None for the stored threshold of all classes (0.5 if the checkpoint has none). Stored
+    thresholds are those with the highest F1 in the last evaluation before the checkpoint was written; with 0 all
+    ``eval.max_detections`` of an image, or of each part with ``tile``, are returned.
+
+    Arguments of several methods:
+
+    - ``bgr``: arrays and tensors have the channel order blue, green, red (OpenCV's).
+    - ``half``: compute in float16 on a GPU and in bfloat16 on a CPU, where autocast allows it.
+    - ``tile``: (size, overlap) in pixels: detect in square parts of a large image and join the objects at their
+      borders, see :mod:`detr_bf.inference.tiling`.
+    """
+
+    model: Detector
+    class_map: ClassMap
+    transform: SampleTransform
+    postprocess: Postprocess
+    panoptic_postprocess: PanopticPostprocess
+    device: torch.device
+    max_pixels: int = MAX_PIXELS  # of an image
+    grey_bits: int | None = None  # of 16-bit grey images, see read_image; None: each image has its own
+    thresholds: ScoreThresholds | None = None  # of the checkpoint
+    origin: Origin | None = None  # the checkpoint
+    _copies: dict[str, Predictor] = field(default_factory=dict, init=False, repr=False, compare=False)  # by device
+    __repr__ = summary
+
+    @overload
+    def __call__(
+        self,
+        image: ImageLike,
+        threshold: float | str | None = None,
+        *,
+        batch_size: int = 1,
+        device: str | torch.device | None = None,
+        half: bool = False,
+        tile: tuple[int, int] | None = None,
+        bgr: bool = False,
+    ) -> Prediction: ...
+    @overload
+    def __call__(
+        self,
+        image: list[ImageLike] | tuple[ImageLike, ...],
+        threshold: float | str | None = None,
+        *,
+        batch_size: int = 1,
+        device: str | torch.device | None = None,
+        half: bool = False,
+        tile: tuple[int, int] | None = None,
+        bgr: bool = False,
+    ) -> list[Prediction]: ...
+    def __call__(
+        self,
+        image: Any,
+        threshold: float | str | None = None,
+        *,
+        batch_size: int = 1,
+        device: str | torch.device | None = None,
+        half: bool = False,
+        tile: tuple[int, int] | None = None,
+        bgr: bool = False,
+    ) -> Prediction | list[Prediction]:
+        """Detect in one image; in a list or tuple of images, or in a folder, as :meth:`predict` does.
+
+        Args:
+            image, threshold: see the class.
+            batch_size, device, half, tile, bgr: as of :meth:`predict`.
+
+        Returns:
+            A prediction, or a list of them.
+
+        Raises:
+            InputError: it is no image, or cannot be read; an argument has a wrong value.
+        """
+        if isinstance(image, (list, tuple)) or _is_folder(image):
+            return PictureList(self.predict(image, batch_size, threshold, device=device, half=half, tile=tile, bgr=bgr))
+        check_batch_size(batch_size)
+        call = _Call(self.least_scores(threshold), batch_size, half, check_tile(tile), bgr, single=True)
+        (found,) = self._on(device)._predict(iter([[(0, image)]]), call)
+        return found
+
+    @overload
+    def panoptic(
+        self,
+        image: ImageLike,
+        *,
+        batch_size: int = 1,
+        device: str | torch.device | None = None,
+        half: bool = False,
+        bgr: bool = False,
+    ) -> PanopticPrediction: ...
+    @overload
+    def panoptic(
+        self,
+        image: list[ImageLike] | tuple[ImageLike, ...],
+        *,
+        batch_size: int = 1,
+        device: str | torch.device | None = None,
+        half: bool = False,
+        bgr: bool = False,
+    ) -> list[PanopticPrediction]: ...
+    def panoptic(
+        self,
+        image: Any,
+        *,
+        batch_size: int = 1,
+        device: str | torch.device | None = None,
+        half: bool = False,
+        bgr: bool = False,
+    ) -> PanopticPrediction | list[PanopticPrediction]:
+        """Return the panoptic map of one image, or a list of those of a list, tuple or folder.
+
+        Args:
+            image, batch_size, device, half, bgr: as of :meth:`predict`.
+
+        Raises:
+            InputError: the detector has no mask head, or as :meth:`__call__`.
+        """
+        if self.model.mask_head is None:
+            raise InputError("this detector has no mask head: train one with model.masks=true, on data with masks")
+        check_batch_size(batch_size)
+        single, is_a_folder = not isinstance(image, (list, tuple)), _is_folder(image)
+        call = _Call(torch.empty(0), batch_size, half, None, bgr, skip=is_a_folder, single=single and not is_a_folder)
+        given = list(image_files([Path(image)])) if is_a_folder else [image] if single else image
+        found = [
+            each
+            for read in self._read(chunks(given, batch_size), call)
+            for each in self._on(device)._panoptic(read, call)
+        ]
+        return found[0] if call.single else PictureList(found)
+
+    @torch.no_grad()
+    def _panoptic(self, images: Sequence[ReadImage], call: _Call) -> Iterator[PanopticPrediction]:
+        """Yield the panoptic maps of one batch."""
+        if not images:
+            return
+
+        def maps_of(batch: Batch) -> list[PanopticMap]:
+            batch = batch.to(self.device)
+            return self.panoptic_postprocess(self._outputs(batch, call.half), batch.targets)
+
+        maps = by_size([self._sample(pixels, number) for number, _, pixels in images], maps_of, together=self._together)
+        for each, image in zip(maps, images, strict=True):
+            yield PanopticPrediction(**vars(each), **self._image_fields(image))
+
+    def predict(
+        self,
+        images: Iterable[ImageLike] | str | Path,
+        batch_size: int = 1,
+        threshold: float | str | None = None,
+        *,
+        device: str | torch.device | None = None,
+        half: bool = False,
+        tile: tuple[int, int] | None = None,
+        bgr: bool = False,
+    ) -> Iterator[Prediction]:
+        """Detect in many images, one after the other, in their order; ``image_id`` is the index, from 0.
+
+        Args:
+            images: images, or a folder: its image files and those of its subfolders, by name. Files of a folder that
+                cannot be read are left out, and listed in a warning at the end.
+            batch_size: images, or with ``tile`` parts, that are detected together. Those that are resized to one size
+                share a forward pass, so that no image is padded and none depends on the others.
+            threshold, half, tile, bgr: see the class.
+            device: where to compute, by default on the predictor's device; for another, a copy of the model is made
+                at the first call and kept.
+
+        Raises:
+            InputError: ``images`` is a single image, one of them is no image or cannot be read, or an argument has a
+                wrong value.
+        """
+        call = _Call(self.least_scores(threshold), batch_size, half, check_tile(tile), bgr, skip=_is_folder(images))
+        given: Any = list(image_files([Path(images)])) if call.skip else images  # type: ignore[arg-type]
+        numbered = chunks(given, batch_size if tile is None else 1)  # the parts of one image are many
+        return self._on(device)._predict(numbered, call)
+
+    def predict_video(
+        self,
+        video: str | Path | int,
+        every: int = 1,
+        batch_size: int = 1,
+        threshold: float | str | None = None,
+        *,
+        live: bool | None = None,
+        reconnect: bool = False,
+        device: str | torch.device | None = None,
+        half: bool = False,
+        tile: tuple[int, int] | None = None,
+    ) -> Iterator[FramePrediction]:
+        """Detect in the frames of a video file, a stream or a camera, in their order; needs ``pip install av``.
+
+        Args:
+            video: file, address (http, https, rtsp, rtmp), or number of a camera (Linux).
+            every: detect only in frames whose number, from 0, is a multiple of it.
+            live, reconnect: as of :func:`~detr_bf.data.video.read_frames`; by default only the newest frame of a live
+                source is taken, and those that came during a detection are left out.
+            batch_size, threshold, device, half, tile: as of :meth:`predict`.
+
+        Raises:
+            InputError: as :func:`~detr_bf.data.video.read_frames`, also after the last readable frame of a damaged
+                file; or an argument has a wrong value.
+        """
+        check_batch_size(batch_size)
+        call = _Call(self.least_scores(threshold), batch_size, half, check_tile(tile))
+        frames = read_frames(video, every=every, live=live, reconnect=reconnect, max_pixels=self.max_pixels)
+        return self._on(device)._predict_frames(
+            frames, call, f"camera {video}" if isinstance(video, int) else str(video)
+        )
+
+    def _predict_frames(self, frames: Iterator[VideoFrame], call: _Call, source: str) -> Iterator[FramePrediction]:
+        damage: list[InputError] = []
+
+        def until_damage() -> Iterator[VideoFrame]:  # the frames before it are a batch as well
+            try:
+                yield from frames
+            except InputError as error:
+                damage.append(error)
+
+        readable = until_damage()
+        while batch := list(islice(readable, call.batch_size if call.tile is None else 1)):
+            found = self._predictions([(each.number, each.pixels, each.pixels) for each in batch], call)
+            for frame, each in zip(batch, found, strict=True):
+                fields = {**vars(each), "source": source}
+                yield FramePrediction(**fields, frame=frame.number, seconds=frame.seconds)
+        if damage:
+            raise damage[0]
+
+    def evaluate(
+        self,
+        annotations: str | Path | CocoAnnotations,
+        images: str | Path,
+        *,
+        batch_size: int = 8,
+        workers: int = 0,
+        half: bool = False,
+    ) -> Result:
+        """Evaluate on annotated images as ``detr-bf evaluate`` does; boxes, and masks of a detector with a mask head.
+
+        Args:
+            annotations: COCO JSON file with the classes of the detector, or its content.
+            images: folder of its image files.
+            batch_size: images of a forward pass; only images of one size are in a batch.
+            workers: processes that read images.
+            half: see the class.
+
+        Returns:
+            Average precision, overall and by class, with the thresholds of the highest F1. ``print`` shows one line.
+
+        Raises:
+            InputError: a file cannot be read or is not valid, or the classes are others.
+        """
+        annotations = Path(annotations) if isinstance(annotations, str) else annotations
+        masks = self.model.mask_head is not None
+        check_batch_size(batch_size)
+        data = CocoDetection(Path(images), annotations, self.transform, self.class_map, **self._limits)
+        most = self.postprocess.max_detections
+        boxes = CocoEvaluator(annotations, self.class_map, max_detections=most, images=data.folder, masks=masks)
+        batches = SameSizeBatches(data.sizes, batch_size)
+        loader = make_loader(data, batches, collate=Batch.collate, workers=workers)
+        for batch in progress_bar(loader, total=len(batches), desc="evaluating", unit="batch", leave=False):
+            boxes.update(self._detect(batch, half))
+        return Result(boxes.summarize(), boxes.summarize_masks() if masks else None)
+
+    def save(self, folder: str | Path, *, name: str = "", license: str | None = None) -> None:
+        """Write a folder to give to others, which :func:`detr_bf.load` reads.
+
+        It holds ``model.safetensors``, ``config.json`` (settings, classes, threshold, metrics, no paths) and
+        ``README.md``, a model card with what the run's folder says of data and metrics.
+
+        Args:
+            folder: new folder, or one without these files.
+            name: title of the model card; by default the name of the folder.
+            license: of the weights, as the Hugging Face Hub abbreviates it, such as ``apache-2.0``.
+
+        Raises:
+            InputError: one of the files exists or cannot be written, or the predictor was not loaded from a file.
+        """
+        if self.origin is None:
+            raise InputError("only a detector that detr_bf.load has read from a checkpoint can be saved")
+        title, folder = printable(name or Path(folder).name), Path(folder)
+        licence = None if license is None else printable(license)
+        weights = self.model.state_dict()
+        save_shared(folder, weights, self.class_map, self.thresholds, self.origin, name=title, licence=licence)
+
+    def push_to_hub(self, repository: str, *, private: bool = False, name: str = "", license: str | None = None) -> str:
+        """Send the folder of :meth:`save` to the Hugging Face Hub, and return the address of the commit.
+
+        Needs huggingface_hub (``pip install 'detr_bf[hub]'``) and a token (``hf auth login``, or HF_TOKEN).
+
+        Args:
+            repository: ``user/name``; it is made if it does not exist.
+            private: of a new repository.
+            name, license: as of :meth:`save`; the default of ``name`` is that of the repository.
+
+        Raises:
+            InputError: a package or a token is missing, or the Hub refuses.
+        """
+        with tempfile.TemporaryDirectory() as folder:
+            self.save(Path(folder) / "detector", name=name or repository.rpartition("/")[2], license=license)
+            return send_folder(Path(folder) / "detector", repository, private=private)
+
+    def to_huggingface(self, folder: str | Path) -> None:
+        """Write a folder that ``from_pretrained`` of transformers reads: weights, settings and preprocessing.
+
+        Batch attention is left out. transformers reads the folder and gives the outputs of this detector on a random
+        image before anything has its final name.
+
+        Args:
+            folder: new folder, or one without these files.
+
+        Raises:
+            InputError: transformers is not installed, has no such detector or gives other outputs; or a file exists or
+                cannot be written.
+        """
+        if self.origin is None:
+            raise InputError(
+                "only a detector that detr_bf.load has read from a checkpoint can be written for transformers"
+            )
+        left_out = write_transformers_folder(Path(folder), self.model, self.class_map, self.origin.config)
+        logger.info(
+            "%s: transformers gives the same outputs%s",
+            printable(folder),
+            f"; {len(left_out)} tensors of batch attention left out" if left_out else "",
+        )
+
+    def export(
+        self,
+        path: str | Path,
+        *,
+        batch: int | None = None,
+        size: tuple[int, int] | None = None,
+        postprocess: bool = False,
+        images: Iterable[ImageLike] | None = None,
+        license: str | None = None,
+        precision: str = "float32",
+        calibration: str | Path | None = None,
+        evaluate: Callable[[Path], Mapping[str, Any]] | None = None,
+        device: str = "cpu",
+    ) -> list[Comparison]:
+        """Write a file for ONNX or OpenVINO or a compiled package after comparing its outputs with torch's.
+
+        :func:`detr_bf.load` reads it, see docs/export.md. Extras: ``export``, for OpenVINO ``export,openvino``.
+
+        Args:
+            path: new file ``.onnx``, ``.xml`` (OpenVINO, with the weights in ``.bin``) or ``.pt2`` (AOTInductor).
+            batch: number of images; None: any.
+            size: height and width of the padded images; None: any.
+            postprocess: the outputs are detections instead of logits.
+            images: a few images to compare with; by default synthetic ones.
+            license: of the weights.
+            precision: ``float32``; for ONNX and OpenVINO also ``float16`` or ``int8``.
+            calibration: folder with images; up to 100 of them, evenly spaced by name, set the scales of int8.
+            evaluate: see :func:`detr_bf.export.export_detector`.
+            device: ``cpu``, or ``cuda`` for a package that computes on a GPU.
+
+        Returns:
+            The differences for each batch; :func:`detr_bf.export.parity_table` makes a table of them.
+
+        Raises:
+            InputError: see :func:`detr_bf.export.export_detector`, the predictor was not loaded from a checkpoint, the
+                precision is unknown, or int8 has no folder with images.
+            ParityError: an output differs by more than its tolerance, or is not finite; nothing was written.
+        """
+        if self.origin is None:
+            raise InputError("only a detector that detr_bf.load has read from a checkpoint can be exported")
+        if precision not in EXPORT_PRECISIONS:
+            raise InputError(f"precision={printable(repr(precision))} must be one of {', '.join(EXPORT_PRECISIONS)}")
+        if (precision == "int8") != (calibration is not None):
+            raise InputError(f"precision={precision}: give calibration, a folder with images, for int8 and only for it")
+        given = [image_pixels(each, f"image {index}", **self._limits) for index, each in enumerate(images or ())]
+        exported = Exported(
+            self.model, self.class_map, self.transform, self.postprocess, self.thresholds, self.origin.config
+        )
+        return export_detector(
+            Path(path),
+            exported,
+            Form(batch, size, postprocess),
+            given or synthetic_images(),
+            source="given" if given else "synthetic",
+            license=license,
+            precision=precision,
+            calibration=self._readable([] if calibration is None else calibration_files(Path(calibration))),
+            evaluate=evaluate,
+            device=device,
+        )
+
+    def _readable(self, files: Sequence[Path]) -> Iterator[Tensor]:
+        """Yield the pixels of the files that can be read."""
+        call = _Call(torch.empty(0), 1, skip=True)
+        for read in self._read(chunks(files, 1), call):
+            yield from (pixels for _, _, pixels in read)
+
+    def _on(self, device: str | torch.device | None) -> Predictor:
+        """Return the predictor with a model on ``device``."""
+        if device is None or device == "auto":
+            return self
+        try:
+            wanted = torch.device(device)
+            if wanted.type == "cuda" and wanted.index is None:
+                wanted = torch.device("cuda", torch.cuda.current_device())
+            if wanted == self.device or (self.device.index is None and wanted.type == self.device.type == "cuda"):
+                return self
+            if wanted.type == "meta":
+                raise RuntimeError("its tensors have no values")
+            if str(wanted) not in self._copies:
+                self._copies[str(wanted)] = replace(self, model=copy.deepcopy(self.model).to(wanted), device=wanted)
+        except (RuntimeError, AssertionError, TypeError) as error:  # torch without CUDA raises an AssertionError
+            raise InputError(f"device={printable(str(device))} cannot be used: {printable(error)}") from error
+        return self._copies[str(wanted)]
+
+    def _predict(self, numbered: Iterator[list[tuple[int, ImageLike]]], call: _Call) -> Iterator[Prediction]:
+        """Yield the predictions of lists of images."""
+        for read in self._read(numbered, call):
+            yield from self._predictions(read, call)
+
+    def _read(self, numbered: Iterator[list[tuple[int, ImageLike]]], call: _Call) -> Iterator[list[ReadImage]]:
+        """Yield the readable images of each list."""
+        unreadable, count = [], 0
+        for chunk in numbered:
+            read: list[ReadImage] = []
+            for number, image in chunk:
+                name = "the image" if call.single else f"image {number}"
+                try:
+                    read.append((number, image, image_pixels(image, name, bgr=call.bgr, **self._limits)))
+                except InputError as error:
+                    if not call.skip:
+                        raise
+                    unreadable.append(printable(error, limit=1000))
+            count += len(read)
+            yield read
+        if unreadable and not count:
+            raise InputError("\n  ".join(["no image can be read:", *unreadable]))
+        if unreadable:
+            total, listed = len(unreadable) + count, "\n  ".join(unreadable)
+            logger.warning("%d of %d images cannot be read and were left out:\n  %s", len(unreadable), total, listed)
+
+    def _image_fields(self, image: ReadImage) -> dict[str, Any]:
+        """Return the fields of a :class:`~detr_bf.inference.prediction.PredictedImage`."""
+        _, given, pixels = image
+        source = str(given) if isinstance(given, (str, os.PathLike)) else ""
+        return {
+            "class_map": self.class_map,
+            "given": Path(source) if source and not is_url(source) else pixels,
+            "source": source,
+            "size": (pixels.shape[-2], pixels.shape[-1]),
+            **self._limits,
+        }
+
+    @property
+    def _limits(self) -> dict[str, Any]:
+        """Return the arguments with which images are read."""
+        return {"max_pixels": self.max_pixels, "grey_bits": self.grey_bits}
+
+    def _predictions(self, images: Sequence[ReadImage], call: _Call) -> Iterator[Prediction]:
+        """Detect in images with their numbers and pixels, of which each may be divided into several samples."""
+        sizes = [(pixels.shape[-2], pixels.shape[-1]) for _, _, pixels in images]
+        parts = [tiles_of(size, call.tile) for size in sizes]
+        samples = (
+            self._sample(pixels[:, y0:y1, x0:x1], number)
+            for (number, _, pixels), places in zip(images, parts, strict=True)
+            for x0, y0, x1, y1 in places
+        )
+        found = (
+            each.above(call.least)
+            for batch in iter(lambda: list(islice(samples, call.batch_size)), [])
+            for each in by_size(batch, partial(self._detect, half=call.half), together=self._together)
+        )
+        for image, size, places in zip(images, sizes, parts, strict=True):
+            joined, fields = join_tiles([(place, next(found)) for place in places], size), self._image_fields(image)
+            if not (joined.boxes.isfinite().all() and joined.scores.isfinite().all()):
+                raise InputError(
+                    f"{printable(fields['source']) or f'image {image[0]}'}: the detector's boxes or scores are not "
+                    f"finite: {'give half=False' if call.half else 'take an earlier checkpoint, or train it anew'}"
+                )
+            yield Prediction(**vars(joined), **fields)
+
+    def least_scores(self, threshold: float | str | None = None) -> Tensor:
+        """Return the score from which the detections of each class are returned, (K,) float64 on the CPU.
+
+        Raises:
+            InputError: ``threshold`` is not a number from 0 to 1, ``"class"`` or None.
+        """
+        stored = self.thresholds or ScoreThresholds.same(DEFAULT_THRESHOLD, self.class_map.num_classes)
+        if isinstance(threshold, str) and threshold == "class":
+            return torch.tensor(stored.by_class, dtype=torch.float64)
+        if threshold is None:
+            threshold = stored.overall
+        if isinstance(threshold, (bool, str)) or not (isinstance(threshold, numbers.Real) and 0 <= threshold <= 1):
+            raise InputError(
+                f"a threshold must be a number from 0 to 1, or 'class' for the stored threshold of each class; "
+                f"got {printable(repr(threshold))}"
+            )
+        return torch.full((self.class_map.num_classes,), float(threshold), dtype=torch.float64)
+
+    @torch.no_grad()
+    def _detect(self, batch: Batch, half: bool = False) -> list[Detections]:
+        batch = batch.to(self.device)
+        return self.postprocess(self._outputs(batch, half), batch.targets)
+
+    def _outputs(self, batch: Batch, half: bool) -> Outputs:
+        precision = torch.float16 if self.device.type == "cuda" else torch.bfloat16
+        with torch.autocast(self.device.type, precision, enabled=half):
+            outputs: Outputs = self.model(batch)
+        return outputs
+
+    @property
+    def _together(self) -> bool:
+        """True for a detector whose batch attention is on in evaluation: images of all sizes are in one batch."""
+        modules = self.model.modules() if isinstance(self.model, nn.Module) else ()
+        return any(isinstance(each, BatchFormerV2) and each.mode == "mini_batch_inference" for each in modules)
+
+    def _sample(self, pixels: Tensor, index: int) -> tuple[Tensor, Target]:
+        return eval_sample(self.transform, pixels, index)
+
+
+def _is_folder(images: object) -> bool:
+    return isinstance(images, (str, os.PathLike)) and is_folder(Path(images))

@@ -1,0 +1,302 @@
+"""Folders of transformers, written and read, and folders on a Hub that is imitated on this machine."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from huggingface_hub import constants
+
+import detr_bf
+from detr_bf.assembly import build_model
+from detr_bf.common.errors import InputError
+from detr_bf.common.structures import ClassMap
+from detr_bf.config import config_to_dict
+from detr_bf.engine import Checkpoint
+from detr_bf.inference.loading import recipe_config
+from detr_bf.interop import coco_classes
+from detr_bf.interop.published import find_weights
+from detr_bf.interop.transformers_folder import in_order_of, read_transformers_config
+
+TINY = [
+    *("model.hidden_dim=32", "model.heads=2", "model.encoder_layers=1", "model.decoder_layers=2"),
+    *("model.feedforward_dim=32", "model.num_queries=6", "device=cpu"),
+    *("data.transforms.eval_short_side=64", "data.transforms.max_size=96"),
+]
+CASES = {
+    "detr": ("detr_r50_bfv2", ["model.backbone.name=resnet18"]),
+    "conditional_detr": ("conditional_detr_r50", ["model.backbone.name=resnet18"]),
+    "dab_detr": ("dab_detr_r50", ["model.backbone.name=resnet18", "model.dab.patterns=2"]),
+    "deformable_detr": ("deformable_detr_r50_bfv2", ["model.backbone.name=resnet18"]),
+    "two_stage": ("deformable_detr_r50_two_stage", ["model.backbone.name=resnet18"]),
+    "single_scale": ("deformable_detr_r50_single_scale", ["model.backbone.name=resnet18"]),
+    "rtdetr": ("rtdetr_r18_bfv2", []),
+    "rtdetrv2": ("rtdetrv2_r18", []),
+}
+IMAGE = torch.randint(256, (3, 50, 70), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Callable[..., Path]:
+    def save(recipe: str, *more: str) -> Path:
+        torch.manual_seed(0)
+        config = recipe_config(recipe, [*TINY, *more])
+        model = build_model(config, 3, pretrained=False)
+        classes = ClassMap((3, 7, 18), ("cat", "dog", "bird"))
+        Checkpoint(model.state_dict(), classes.to_dict(), config_to_dict(config)).save(tmp_path / "run.pt")
+        return tmp_path / "run.pt"
+
+    return save
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_folder_for_transformers_and_back(case: str, saved: Callable[..., Path], tmp_path: Path) -> None:
+    recipe, more = CASES[case]
+    detector = detr_bf.load(saved(recipe, *more), "cpu")
+    detector.to_huggingface(tmp_path / "theirs")
+    assert sorted(path.name for path in (tmp_path / "theirs").iterdir()) == [
+        *("config.json", "model.safetensors", "preprocessor_config.json")
+    ]
+    theirs, report = transformers.AutoModelForObjectDetection.from_pretrained(
+        tmp_path / "theirs", output_loading_info=True
+    )
+    assert not any(report.values()), report
+    assert theirs.config.id2label == {0: "cat", 1: "dog", 2: "bird"}
+    back = detr_bf.load(tmp_path / "theirs", "cpu")
+    assert back.class_map == detector.class_map
+    found, expected = back(IMAGE, 0), detector(IMAGE, 0)
+    assert len(expected) > 0
+    for name in ("boxes", "scores", "labels"):
+        torch.testing.assert_close(getattr(found, name), getattr(expected, name))
+
+
+def test_category_ids_are_those_of_coco_for_its_classes(saved: Callable[..., Path], tmp_path: Path) -> None:
+    detr_bf.load(saved("detr_r50"), "cpu").to_huggingface(tmp_path / "theirs")
+    path, coco = tmp_path / "theirs" / "config.json", coco_classes()
+    content = json.loads(path.read_text())
+    labels = {str(number): name for number, name in enumerate(coco.names)}
+    for names, ids, expected in (
+        (labels, None, coco.category_ids),
+        (labels | {"0": "man"}, None, tuple(range(80))),
+        (labels, list(range(80)), tuple(range(80))),
+    ):
+        path.write_text(json.dumps(content | {"id2label": names, "detr_bf_category_ids": ids}))
+        assert read_transformers_config(path.parent)[2].category_ids == expected
+    path.write_text(json.dumps(content | {"detr_bf_category_ids": [1, 1, 2]}))
+    with pytest.raises(InputError, match="not 3 different ids"):
+        read_transformers_config(path.parent)
+
+
+def test_rounded_sides_are_told_because_transformers_rounds_none(
+    saved: Callable[..., Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    small = ("model.backbone.name=resnet18", "model.num_queries=4")
+    detr_bf.load(saved("detr_r50", *small), "cpu").to_huggingface(tmp_path / "as_published")
+    assert "data.transforms.size_divisor" not in caplog.text
+    detr_bf.load(saved("detr_r50", *small, "data.transforms.size_divisor=null"), "cpu").to_huggingface(tmp_path / "own")
+    assert "does not round resized sides" in caplog.text
+
+
+def test_preprocessing_is_that_of_our_evaluation(saved: Callable[..., Path], tmp_path: Path) -> None:
+    detector = detr_bf.load(saved("detr_r50", "model.backbone.name=resnet18"), "cpu")
+    detector.to_huggingface(tmp_path / "theirs")
+    processor = transformers.AutoImageProcessor.from_pretrained(tmp_path / "theirs")
+    theirs = processor(images=IMAGE, return_tensors="pt")["pixel_values"]
+    ours, _ = detector._sample(IMAGE, 0)
+    mean, std = (torch.tensor(x)[:, None, None] for x in (processor.image_mean, processor.image_std))
+    assert theirs.shape[1:] == ours.shape
+    torch.testing.assert_close(theirs[0] * std + mean, ours / 255, rtol=0, atol=0.02)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "more", "message"),
+    [
+        ("smca_r50", ["model.backbone.name=resnet18"], "transformers has no smca"),
+        ("detr_r50", ["model.backbone.name=resnet18", "loss.classification=focal"], "no such detector"),
+        ("detr_r50", ["model.backbone.name=resnet18", "model.pre_norm=true"], "gives other|no such|has no names"),
+        (
+            "detr_r50",
+            ["model.backbone.dilation=true", "model.backbone.strides=[16]"],
+            "with dilation",
+        ),
+    ],
+)
+def test_what_transformers_does_not_have(
+    recipe: str, more: list[str], message: str, saved: Callable[..., Path], tmp_path: Path
+) -> None:
+    detector = detr_bf.load(saved(recipe, *more), "cpu")
+    with pytest.raises(InputError, match=message):
+        detector.to_huggingface(tmp_path / "theirs")
+    assert not list((tmp_path / "theirs").glob("*"))
+
+
+def test_queries_of_equal_score_may_come_in_another_order(saved: Callable[..., Path], tmp_path: Path) -> None:
+    """RT-DETR chooses 300 of 1,344 tokens, among them some whose scores differ by the rounding only."""
+    more = ["model.num_queries=300", "model.hidden_dim=256", "model.heads=8", "model.feedforward_dim=1024"]
+    detector = detr_bf.load(saved("rtdetr_r18", *more), "cpu")
+    detector.to_huggingface(tmp_path / "theirs")
+    reference, order = (torch.rand(2, 5, 3), torch.rand(2, 5, 4)), torch.tensor([3, 0, 4, 1, 2])
+    found = in_order_of(reference, *(part[:, order] + 1e-6 for part in reference))
+    for one, other in zip(found, reference, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=2e-6)
+
+
+def test_a_difference_is_refused(saved: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    detector = detr_bf.load(saved("detr_r50", "model.backbone.name=resnet18"), "cpu")
+    monkeypatch.setattr("detr_bf.interop.transformers_folder.MEAN", (0.4, 0.4, 0.4))
+    with pytest.raises(InputError, match=r"gives other class logits .*largest difference"):
+        detector.to_huggingface(tmp_path / "theirs")
+    assert not list((tmp_path / "theirs").glob("*"))
+
+
+def edited(**changes: object) -> Callable[[Path], object]:
+    def edit(folder: Path) -> object:
+        content = json.loads((folder / "config.json").read_text()) | changes
+        return (folder / "config.json").write_text(json.dumps(content))
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (edited(model_type="vit"), "holds a model 'vit' of transformers; known are detr, "),
+        (edited(d_model="wide"), "transformers cannot read config.json"),
+        (edited(encoder_layers=3), "belongs to another architecture"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "no file model.safetensors"),
+    ],
+)
+def test_a_damaged_folder(
+    damage: Callable[[Path], object], message: str, saved: Callable[..., Path], tmp_path: Path
+) -> None:
+    detr_bf.load(saved("detr_r50", "model.backbone.name=resnet18"), "cpu").to_huggingface(tmp_path / "theirs")
+    damage(tmp_path / "theirs")
+    with pytest.raises(InputError, match=message):
+        detr_bf.load(tmp_path / "theirs", "cpu")
+
+
+class Hub:
+    """Repositories of an imitated Hugging Face Hub, one version of each."""
+
+    def __init__(self) -> None:
+        self.files: dict[str, dict[str, bytes]] = {}
+        self.private: dict[str, bool] = {}
+        self.refused = False
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
+    state, commit = Hub(), "0" * 40
+
+    class Handler(BaseHTTPRequestHandler):
+        def log_message(self, *_: object) -> None:
+            pass
+
+        def send(self, status: int, content: bytes = b"{}", **headers: str) -> None:
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(content)))
+            self.send_header("X-Repo-Commit", commit)
+            for name, value in headers.items():
+                self.send_header(name.replace("_", "-"), value)
+            self.end_headers()
+            if self.command != "HEAD":
+                self.wfile.write(content)
+
+        def do_HEAD(self) -> None:
+            self.do_GET()
+
+        def do_GET(self) -> None:
+            parts = self.path.split("?")[0].strip("/").split("/")
+            if parts[:2] == ["api", "models"]:
+                name = "/".join(parts[2:4])
+                if name not in state.files:
+                    return self.send(404, b"{}", X_Error_Code="RepoNotFound")
+                files = [
+                    {"rfilename": file, "path": file, "type": "file", "oid": "0", "size": 1}
+                    for file in state.files[name]
+                ]
+                whole: Any = files if "tree" in parts else {"id": name, "sha": commit, "siblings": files}
+                return self.send(200, json.dumps(whole).encode(), Content_Type="application/json")
+            content = state.files.get("/".join(parts[:2]), {}).get("/".join(parts[4:]))
+            if content is None:
+                return self.send(404, b"", X_Error_Code="EntryNotFound")
+            return self.send(200, content, ETag=f'"{hashlib.sha256(content).hexdigest()}"')
+
+        def do_POST(self) -> None:
+            length = int(self.headers.get("Content-Length") or 0)
+            body = self.rfile.read(length) if length else self.chunks()
+            path = self.path.split("?")[0]
+            if state.refused:
+                return self.send(401, b'{"error": "Invalid token"}')
+            if path == "/api/repos/create":
+                given = json.loads(body)
+                name = f"{given.get('organization') or 'me'}/{given['name']}"
+                state.files.setdefault(name, {})
+                state.private[name] = bool(given.get("private") or given.get("visibility") == "private")
+                return self.send(200, json.dumps({"url": f"{url}/{name}"}).encode())
+            if "/preupload/" in path:
+                files = [
+                    {"path": f["path"], "uploadMode": "regular", "shouldIgnore": False}
+                    for f in json.loads(body)["files"]
+                ]
+                return self.send(200, json.dumps({"files": files}).encode())
+            if "/commit/" in path:
+                name = "/".join(path.strip("/").split("/")[2:4])
+                for line in map(json.loads, body.splitlines()):
+                    if line["key"] == "file":
+                        state.files[name][line["value"]["path"]] = base64.b64decode(line["value"]["content"])
+                answer = {"success": True, "commitOid": commit, "commitUrl": f"{url}/{name}/commit/{commit}"}
+                return self.send(200, json.dumps(answer).encode())
+            return self.send(200, b'{"errors": [], "warnings": []}')
+
+        def chunks(self) -> bytes:
+            parts = []
+            if self.headers.get("Transfer-Encoding") == "chunked":
+                while size := int(self.rfile.readline(), 16):
+                    parts.append(self.rfile.read(size))
+                    self.rfile.readline()
+                self.rfile.readline()
+            return b"".join(parts)
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    url = f"http://127.0.0.1:{server.server_port}"
+    thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    thread.start()
+    monkeypatch.setattr(constants, "ENDPOINT", url)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(
+        constants, "HUGGINGFACE_CO_URL_TEMPLATE", f"{url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+    )
+    monkeypatch.setenv("HF_TOKEN", "hf_test")
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    yield state
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def test_a_detector_goes_to_the_hub_and_comes_back(hub: Hub, saved: Callable[..., Path]) -> None:
+    detector = detr_bf.load(saved("detr_r50", "model.backbone.name=resnet18"), "cpu")
+    detector.push_to_hub("me/cats", private=True, license="mit")
+    assert sorted(hub.files["me/cats"]) == ["README.md", "config.json", "model.safetensors"]
+    assert hub.private == {"me/cats": True}
+    assert b"# cats" in hub.files["me/cats"]["README.md"]
+    for address in ("hf://me/cats", "hf://me/cats@main", Path("hf://me/cats")):
+        assert torch.equal(detr_bf.load(address, "cpu")(IMAGE, 0).boxes, detector(IMAGE, 0).boxes)
+    assert find_weights("hf://me/cats").name == "model.safetensors"
+    with pytest.raises(InputError, match=r"hf://me/dogs cannot be downloaded"):
+        detr_bf.load("hf://me/dogs")
+    with pytest.raises(InputError, match="expected hf://user/name"):
+        detr_bf.load("hf://cats")
+    hub.refused = True
+    with pytest.raises(InputError, match=r"me/cats cannot be sent .* HF_TOKEN"):
+        detector.push_to_hub("me/cats")
