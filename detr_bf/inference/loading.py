@@ -156,7 +156,9 @@ def _detection_predictor(config: DetectionConfig, checkpoint: Checkpoint, source
         InputError: the weights are another model's.
     """
     classes, device = checkpoint.classes, device_of(config.device)
-    model = build_and_load(lambda: build_model(config, classes.num_classes), checkpoint.weights, source)
+    model = build_and_load(
+        lambda: build_model(config, classes.num_classes, pretrained=False), checkpoint.weights, source
+    )
     if BATCH_FORMER not in training_only(config):
         logger.warning(
             "%s was trained with batch_former.mode=mini_batch_inference: the images of a batch attend to each "

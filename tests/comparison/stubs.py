@@ -12,7 +12,7 @@ from typing import Any
 def modules() -> dict[str, ModuleType]:
     """Return modules by name: the table of a run counts its detections, the analysis lists the cells."""
     resampling, analysis, page = (
-        ModuleType(f"detr_bf.comparison.{name}") for name in ("resampling", "analysis", "page")
+        ModuleType(f"detr_bf.comparison.{name}") for name in ("resampling", "document", "page")
     )
     resampling.table_of = _table_of  # type: ignore[attr-defined]
     analysis.analyze = _analyze  # type: ignore[attr-defined]
