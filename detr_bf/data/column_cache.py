@@ -244,4 +244,4 @@ def _mapped(target: Path, path: Path, *, verify: bool, source: str = "") -> Colu
 
 
 def _checksum(array: np.ndarray) -> int:
-    return zlib.crc32(array.reshape(-1).view(np.uint8), zlib.crc32(f"{array.dtype}{array.shape}".encode()))
+    return zlib.crc32(array.reshape(-1).view(np.uint8).data, zlib.crc32(f"{array.dtype}{array.shape}".encode()))
