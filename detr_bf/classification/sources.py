@@ -21,19 +21,13 @@ from torchvision.datasets import CIFAR10, CIFAR100, FashionMNIST
 from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
 
 from detr_bf.classification.data import FileImages, LabelledSplit, LabelledSplits, array_split, class_map_of
-from detr_bf.classification.debian import Package, unpacked
 from detr_bf.common.errors import InputError
 from detr_bf.common.files import is_file, is_folder, read_json, read_regular
 from detr_bf.common.text import printable
 from detr_bf.data.images import MAX_PIXELS
 from detr_bf.data.samples.digits import DIGIT_NAMES, INSTALL, Glyphs, load_glyphs, split_glyphs
 
-FASHION_PACKAGE = Package(
-    "dataset-fashion-mnist",
-    "0.0~git20200523.55506a9-1",
-    "39e172fe32dd318ebb3e512220c3beea2fa47d7e20bab348fb4e0922d6beefc0",
-)
-FASHION_PACKAGE_FOLDER = Path("usr/share/datasets/fashion-mnist")
+FASHION_PACKAGE_FOLDER = Path("/usr/share/datasets/fashion-mnist")  # of Debian's package
 FASHION_TORCHVISION_FOLDER = Path("FashionMNIST/raw")
 FASHION_SHA256 = {  # of the uncompressed files
     "train-images-idx3-ubyte": "c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888",
@@ -355,7 +349,8 @@ def _digit_split(glyphs: Glyphs, origin: str) -> LabelledSplit:
 def fashion_mnist(folder: Path) -> LabelledSplits:
     """10 classes of 6,000 training and 1,000 validation images, grey, 28 x 28.
 
-    Files in ``folder`` are used if present; else Debian's package is fetched, else torchvision downloads them.
+    Files in ``folder`` are used if present, else those of Debian's package ``dataset-fashion-mnist`` if it is
+    installed; else torchvision downloads them.
 
     Raises:
         InputError: the files cannot be fetched, or have wrong checksums.
@@ -404,22 +399,18 @@ def _garments(files: Path, part: str) -> tuple[Tensor, Tensor]:
 
 def _fashion_folder(folder: Path) -> Path:
     """Return the folder of the four files; fetch them if necessary."""
-    candidates = (folder, folder / FASHION_TORCHVISION_FOLDER, Path("/") / FASHION_PACKAGE_FOLDER)
+    candidates = (folder, folder / FASHION_TORCHVISION_FOLDER, FASHION_PACKAGE_FOLDER)
     with fetching(folder):
         for candidate in candidates:
             if all(_file(candidate, name) for name in FASHION_SHA256):
                 return candidate
         try:
-            return unpacked(FASHION_PACKAGE, folder) / FASHION_PACKAGE_FOLDER
-        except InputError as error:
-            debian = error
-        try:
             FashionMNIST(folder, download=True)
         except (OSError, RuntimeError) as error:
             raise InputError(
-                f"Fashion-MNIST cannot be fetched. Debian's package {FASHION_PACKAGE.name}: {debian}. torchvision's "
-                f"download: {error}. With a network either works; without one, put the package "
-                f"{FASHION_PACKAGE.file_name} or the files {', '.join(FASHION_SHA256)} (or their .gz) into {folder}"
+                f"Fashion-MNIST cannot be fetched ({error}): it needs a network once; without one, put the files "
+                f"{', '.join(FASHION_SHA256)} (or their .gz) into {folder}, or install Debian's package "
+                "dataset-fashion-mnist"
             ) from error
         return folder / FASHION_TORCHVISION_FOLDER
 

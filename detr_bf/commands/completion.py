@@ -1,4 +1,8 @@
-"""Print a script that completes commands, options, recipes and settings of detr-bf in a shell."""
+"""Print a script that completes commands, options, recipes and settings of detr-bf in a shell.
+
+No library is used: argcomplete starts Python at every Tab, and shtab needs hand-written functions of each shell for
+recipes and settings and cannot leave out the blank after ``key=``.
+"""
 
 from __future__ import annotations
 

@@ -14,13 +14,12 @@ from detr_bf.common.errors import InputError
 from detr_bf.common.files import read_regular
 from detr_bf.common.progress import setup_logging
 from detr_bf.common.text import printable
-from detr_bf.inference.batching import ServingOptions
 from detr_bf.inference.loading import load
 
 logger = logging.getLogger(__name__)
 
 _LONGEST_TOKEN = 4096  # bytes
-_LIBRARIES = ("fastapi", "uvicorn", "starlette", "pydantic")
+_LIBRARIES = ("fastapi", "uvicorn", "starlette", "pydantic", "prometheus_client")
 
 
 def main(options: argparse.Namespace) -> int:
@@ -28,6 +27,7 @@ def main(options: argparse.Namespace) -> int:
     setup_logging()
     try:
         from detr_bf.inference import http_server
+        from detr_bf.inference.batching import ServingOptions
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] not in _LIBRARIES:
             raise

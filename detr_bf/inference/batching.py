@@ -5,16 +5,16 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from bisect import bisect_left
-from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import accumulate, islice
+from itertools import islice
 from time import monotonic
 
 import torch
+from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics
 from torch import Tensor
 
 from detr_bf.common.errors import InputError
@@ -73,64 +73,26 @@ class ServingOptions:
             raise InputError("the token must be one line of printable ASCII characters without blanks around it")
 
 
-class Histogram:
-    """Cumulative histogram of Prometheus."""
-
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self.bounds = tuple(bounds)
-        self.counts = [0] * (len(self.bounds) + 1)
-        self.sum = 0.0
-
-    def add(self, value: float) -> None:
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.sum += value
-
-    def samples(self, name: str) -> Iterator[str]:
-        """Yield its lines in the text format."""
-        totals = list(accumulate(self.counts))
-        for bound, total in zip((*(f"{bound:g}" for bound in self.bounds), "+Inf"), totals, strict=True):
-            yield f'{name}_bucket{{le="{bound}"}} {total}'
-        yield f"{name}_sum {self.sum!r}"
-        yield f"{name}_count {totals[-1]}"
-
-
 class ServingMetrics:
-    """Counts of a server, as text for Prometheus. Each count is written by one thread only."""
+    """Counts of a server."""
 
     def __init__(self, batch_size: int) -> None:
-        self.requests: Counter[tuple[str, int]] = Counter()  # by path and status
-        self.answer_seconds = Histogram(_SECONDS)
-        self.forward_seconds = Histogram(_SECONDS)
-        sizes = sorted({1, 2, 4, 8, 16, 32, 64, batch_size})
-        self.batch_sizes = Histogram([size for size in sizes if size <= batch_size])
-        self.failed_batches = 0
-
-    def text(self, gauges: Mapping[str, tuple[str, float]]) -> str:
-        """Return the text; ``gauges`` maps a name to its help and value."""
-        requests = [
-            f'detr_bf_requests_total{{path="{path}",status="{status}"}} {count}'
-            for (path, status), count in sorted(self.requests.items())
-        ]
-        families: list[tuple[str, str, str, Sequence[str]]] = [
-            ("detr_bf_requests_total", "counter", "answered requests", requests),
-            (
-                "detr_bf_failed_batches_total",
-                "counter",
-                "batches whose images were computed again one by one",
-                [f"detr_bf_failed_batches_total {self.failed_batches}"],
-            ),
-        ]
-        for name, text, histogram in (
-            ("detr_bf_predict_seconds", "seconds of a prediction with status 200", self.answer_seconds),
-            ("detr_bf_forward_seconds", "seconds of a batch in the model", self.forward_seconds),
-            ("detr_bf_batch_size", "images of a batch", self.batch_sizes),
-        ):
-            families.append((name, "histogram", text, list(histogram.samples(name))))
-        families += [(name, "gauge", text, [f"{name} {value:g}"]) for name, (text, value) in gauges.items()]
-        return "".join(
-            f"# HELP {name} {text}\n# TYPE {name} {kind}\n" + "".join(f"{sample}\n" for sample in samples)
-            for name, kind, text, samples in families
+        disable_created_metrics()  # times at which each count began
+        self.registry = registry = CollectorRegistry()
+        labels = ("path", "status")
+        self.requests = Counter("detr_bf_requests_total", "answered requests", labels, registry=registry)
+        self.failed_batches = Counter(
+            "detr_bf_failed_batches_total", "batches whose images were computed again one by one", registry=registry
         )
+        self.answer_seconds, self.forward_seconds = (
+            Histogram(name, text, registry=registry, buckets=_SECONDS)
+            for name, text in (
+                ("detr_bf_predict_seconds", "seconds of a prediction with status 200"),
+                ("detr_bf_forward_seconds", "seconds of a batch in the model"),
+            )
+        )
+        sizes = sorted({size for size in (1, 2, 4, 8, 16, 32, 64) if size < batch_size} | {batch_size})
+        self.batch_sizes = Histogram("detr_bf_batch_size", "images of a batch", registry=registry, buckets=sizes)
 
 
 class StoppedError(Exception):
@@ -269,7 +231,7 @@ class Batcher:
         except Exception as error:
             if len(jobs) > 1:
                 logger.warning("a batch of %d images failed, each is computed alone: %s", len(jobs), printable(error))
-                self.metrics.failed_batches += 1
+                self.metrics.failed_batches.inc()
                 for job in jobs:
                     self._compute([job])
                 return
@@ -278,8 +240,8 @@ class Batcher:
                 logger.exception("the detector failed on an image of shape %s", tuple(jobs[0].pixels.shape))
                 self._warm_up()  # a device that is lost fails here, which ends the server
             return
-        self.metrics.forward_seconds.add(monotonic() - start)
-        self.metrics.batch_sizes.add(len(jobs))
+        self.metrics.forward_seconds.observe(monotonic() - start)
+        self.metrics.batch_sizes.observe(len(jobs))
         for job, each in found:
             job.result.set_result(_from_score(each, job.least))
 

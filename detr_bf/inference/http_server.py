@@ -24,6 +24,7 @@ import uvicorn
 from fastapi import FastAPI, HTTPException, Query, Request, Response, Security
 from fastapi.responses import JSONResponse, PlainTextResponse
 from fastapi.security import HTTPBearer
+from prometheus_client import Gauge, generate_latest
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -98,6 +99,16 @@ class DetectorService:
         self.stopping = False
         self.cut_off = 0  # requests without an answer at the end
         self._in_work = 0
+        for name, text, function in (
+            ("requests_in_work", "prediction requests between their start and their end", lambda: self._in_work),
+            (
+                "queue_length",
+                "of these, not in the model: being read, decoded or waiting",
+                lambda: max(self._in_work - self.batcher.running, 0),
+            ),
+            ("ready", "1 if predictions are answered", lambda: self.health() == "ready"),
+        ):
+            Gauge(f"detr_bf_{name}", text, registry=self.metrics.registry).set_function(function)
         self._decoded = asyncio.Semaphore(2 * options.batch_size)
         self._decoders = ThreadPoolExecutor(min(_DECODERS, os.cpu_count() or 1), thread_name_prefix="detr_bf decoder")
 
@@ -144,14 +155,7 @@ class DetectorService:
 
     def metrics_text(self) -> str:
         """Return the metrics in the text format of Prometheus."""
-        waiting = max(self._in_work - self.batcher.running, 0)
-        return self.metrics.text(
-            {
-                "detr_bf_requests_in_work": ("prediction requests between their start and their end", self._in_work),
-                "detr_bf_queue_length": ("of these, not in the model: being read, decoded or waiting", waiting),
-                "detr_bf_ready": ("1 if predictions are answered", self.health() == "ready"),
-            }
-        )
+        return generate_latest(self.metrics.registry).decode()
 
     def close(self) -> bool:
         """End the threads; return False if the model is still running."""
@@ -286,9 +290,9 @@ class _Gate:
                 raise
             await JSONResponse({"detail": "the server was stopped"}, 503)(scope, receive, counted)
         finally:
-            self.service.metrics.requests[path if path in KNOWN_PATHS else "other", status] += 1
+            self.service.metrics.requests.labels(path if path in KNOWN_PATHS else "other", status).inc()
             if path == "/predict" and status == 200:
-                self.service.metrics.answer_seconds.add(monotonic() - start)
+                self.service.metrics.answer_seconds.observe(monotonic() - start)
         return None
 
     def _is_allowed(self, scope: Scope) -> bool:

@@ -1,4 +1,8 @@
-"""Download of files over HTTP: resumed, verified, and complete or absent at any time."""
+"""Download of files over HTTP: resumed, verified, and complete or absent at any time.
+
+No library is used: pooch neither resumes a download nor makes other processes wait, and huggingface_hub has no public
+function for addresses outside the Hub, where most of the published weights are.
+"""
 
 from __future__ import annotations
 

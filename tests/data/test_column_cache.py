@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
 
 from detr_bf.common.errors import InputError
 from detr_bf.data import coco, column_cache
@@ -104,12 +106,15 @@ def test_a_changed_file_is_read_again(coco_folder: Factory, home: Path, reads: l
         lambda content: content[:-1],
         lambda content: content + b"\0",
         lambda content: b"foreign" * 1000,
-        lambda content: content[:16] + b"\xff" * 8 + content[24:],
-        lambda content: content.replace(b'"version": 1', b'"version": 2'),
-        lambda content: content.replace(b'"bytes"', b'"bites"'),
+        lambda content: b"\xff" * 8 + content[8:],
+        lambda content: content.replace(b"version", b"Version"),
+        lambda content: content.replace(b"lengths", b"Lengths"),
         lambda content: content.replace(b"0001.png", b"0007.png"),
-        lambda content: content[:16] + len(b"[]").to_bytes(8, "little") + digest(b"[]") + b"[]",
-        lambda content: content[:16] + len(b"{").to_bytes(8, "little") + digest(b"{") + b"{",
+        lambda content: with_metadata(None),
+        lambda content: with_metadata({}),
+        lambda content: with_metadata({"detr_bf": "[]"}),
+        lambda content: with_metadata({"detr_bf": "{"}),
+        lambda content: with_metadata({"detr_bf": "{}"}),
     ],
 )
 def test_a_damaged_or_foreign_file_is_replaced(
@@ -127,8 +132,8 @@ def test_a_damaged_or_foreign_file_is_replaced(
     assert len(reads) == 2
 
 
-def digest(header: bytes) -> bytes:
-    return column_cache.hashlib.blake2b(header, digest_size=32).digest()
+def with_metadata(metadata: dict[str, str] | None) -> bytes:
+    return save({"000000": np.zeros(3)}, metadata)
 
 
 def test_a_byte_that_changes_anywhere_is_harmless(coco_folder: Factory, home: Path) -> None:
@@ -169,12 +174,12 @@ def test_no_cache_in_a_read_only_folder(coco_folder: Factory, home: Path) -> Non
 def test_a_full_disk_leaves_nothing(
     coco_folder: Factory, home: Path, monkeypatch: pytest.MonkeyPatch, reads: list[Path]
 ) -> None:
-    def full(array: object) -> memoryview:
-        raise OSError(28, "No space left on device")
+    def full(arrays: object, path: Path, metadata: object) -> None:
+        path.write_bytes(b"half")
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
 
     data = coco_folder()
-    monkeypatch.setattr(column_cache, "_checksum", lambda array: 0)
-    monkeypatch.setattr(column_cache, "_bytes_of", full)
+    monkeypatch.setattr(column_cache, "save_file", full)
     assert content_of(data.annotations) == expected(data)
     assert [path.suffix for path in home.iterdir()] == [".lock"]
 
@@ -260,15 +265,15 @@ def test_a_spawned_worker_gets_the_data_set(coco_folder: Factory, home: Path) ->
     assert found[2:] == (target.file_name, (48, 64), 3)
 
 
-def test_the_header_is_json(coco_folder: Factory, home: Path) -> None:
+def test_the_metadata_are_json(coco_folder: Factory, home: Path) -> None:
     data = coco_folder()
     content_of(data.annotations)
-    whole = cached(home).read_bytes()
-    length = int.from_bytes(whole[16:24], "little")
-    header = json.loads(whole[56 : 56 + length])
-    assert header["version"] == column_cache.CACHE_VERSION
-    assert header["lengths"] == {"images": 4, "annotations": 8}
-    assert header["source"]["size"] == data.annotations.stat().st_size
+    with safe_open(cached(home), "np") as file:
+        metadata = json.loads(file.metadata()["detr_bf"])
+    source = json.loads(metadata["source"])
+    assert source["version"] == column_cache.CACHE_VERSION
+    assert source["size"] == data.annotations.stat().st_size
+    assert json.loads(metadata["content"])["lengths"] == {"images": 4, "annotations": 8}
 
 
 def test_a_file_that_is_replaced_during_the_reading_is_not_cached_as_before(

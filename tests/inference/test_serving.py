@@ -235,8 +235,8 @@ def test_requests_that_arrive_together_share_a_batch(detector: Predictor) -> Non
             assert close_to(each, objects(detector(photo(number), 0.0)), score=1e-5, pixels=1e-3)
         other = objects(detector(photo(7), 0.0))
         assert not close_to(found[0], other, score=1e-5, pixels=1e-3), "the images differ by more"
-        assert server.metric('detr_bf_batch_size_bucket{le="1"}') == 2
-        assert server.metric('detr_bf_batch_size_bucket{le="4"}') == 3
+        assert server.metric('detr_bf_batch_size_bucket{le="1.0"}') == 2
+        assert server.metric('detr_bf_batch_size_bucket{le="4.0"}') == 3
         assert server.metric("detr_bf_batch_size_sum") == 6
 
 
@@ -614,13 +614,13 @@ def test_metrics_are_in_the_text_format(detector: Predictor) -> None:
         lines = answer.text.splitlines()
         sample = re.compile(r'[a-z_]+(\{[a-z]+="[^"]+"(,[a-z]+="[^"]+")*\})? \d+(\.\d+)?(e-?\d+)?')
         assert all(line.startswith(("# HELP ", "# TYPE ")) or sample.fullmatch(line) for line in lines)
-        assert 'detr_bf_requests_total{path="/predict",status="200"} 3' in lines
-        assert 'detr_bf_requests_total{path="/predict",status="415"} 1' in lines
-        assert "detr_bf_predict_seconds_count 3" in lines
-        assert "detr_bf_forward_seconds_count 3" in lines
+        assert 'detr_bf_requests_total{path="/predict",status="200"} 3.0' in lines
+        assert 'detr_bf_requests_total{path="/predict",status="415"} 1.0' in lines
+        assert "detr_bf_predict_seconds_count 3.0" in lines
+        assert "detr_bf_forward_seconds_count 3.0" in lines
         assert "detr_bf_batch_size_sum 3.0" in lines
         bounds = [line for line in lines if line.startswith("detr_bf_batch_size_bucket")]
-        assert [re.findall('"(.*)"', line)[0] for line in bounds] == ["1", "2", "4", "5", "+Inf"]
+        assert [re.findall('"(.*)"', line)[0] for line in bounds] == ["1.0", "2.0", "4.0", "5.0", "+Inf"]
         assert server.metric("detr_bf_predict_seconds_sum") >= server.metric("detr_bf_forward_seconds_sum") > 0
 
 
@@ -767,13 +767,14 @@ def test_a_server_for_everyone_is_warned_of(
     assert ("anyone who reaches" in printed.err) == warns
 
 
-@pytest.mark.parametrize("package", ["fastapi", "uvicorn"])
+@pytest.mark.parametrize("package", ["fastapi", "uvicorn", "prometheus_client"])
 def test_a_missing_package_names_the_extra(
     package: str, weights: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
-    monkeypatch.delitem(sys.modules, "detr_bf.inference.http_server")
-    monkeypatch.delattr("detr_bf.inference.http_server")
+    for module in ("detr_bf.inference.http_server", "detr_bf.inference.batching"):
+        monkeypatch.delitem(sys.modules, module)
+        monkeypatch.delattr(module)
     assert serve(weights) == 2
     said = capsys.readouterr().err
     assert "pip install 'detr_bf[serve]'" in said
