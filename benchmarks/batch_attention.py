@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from detr_bf.acceleration.model import accelerate
 from detr_bf.batchformer import BatchFormerLayer
 from detr_bf.common.errors import InputError
 from detr_bf.common.terminal import run_tool
@@ -70,7 +71,7 @@ def layer(
 ) -> list[Contestant]:
     """Return our layer and torch's with the same parameters and tokens."""
     torch.manual_seed(0)
-    ours = BatchFormerLayer(DIM, heads=HEADS, dropout=dropout)
+    ours = accelerate(BatchFormerLayer(DIM, heads=HEADS, dropout=dropout))
     theirs = nn.TransformerEncoderLayer(DIM, HEADS, dim_feedforward=DIM, dropout=dropout)
     theirs.load_state_dict(ours.layers[0].state_dict())
     tokens = torch.randn(batch_size, positions, DIM).to(device, dtype).requires_grad_()

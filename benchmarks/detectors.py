@@ -19,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from cases import NUM_CLASSES, SEED, Preset, Setting, bytes_kept, make_batch, make_optimizer, training_step
 from command import CONFIGS, add_image_options, cells, check_rounds, circumstances, make_parser
+from detr_bf.acceleration import onednn
 from detr_bf.assembly import build_criterion, build_model
 from detr_bf.common.devices import device_of
 from detr_bf.common.files import write_json
@@ -27,7 +28,6 @@ from detr_bf.common.terminal import run_tool
 from detr_bf.common.timing import Spread, paired_ratios
 from detr_bf.detectors import Detector
 from detr_bf.losses import SetCriterion
-from detr_bf.ops import onednn
 
 BASELINE = "detr/detr_r50"
 RECIPES = (

@@ -3,7 +3,7 @@
 python benchmarks/linear.py --keep-memory --output benchmarks/results/linear_cpu.json
 
 A case is a layer from I to O channels, ``--batch-sizes`` its rows. All sizes go through oneDNN here, also those that
-``detr_bf.ops.linear`` leaves to torch.
+our linear layers leave to torch.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
+from detr_bf.acceleration import onednn
 from detr_bf.common.errors import InputError
 from detr_bf.common.terminal import run_tool
-from detr_bf.ops import linear, onednn
 from operators import TOLERANCE, Comparison, Contestant, both_directions, measure, operator_parser, prepare
 
 CASES = ("256 to 256", "256 to 1024", "1024 to 256", "256 to 2048", "2048 to 256")
@@ -54,7 +54,7 @@ def comparisons(options: argparse.Namespace) -> Iterator[Comparison]:
             )
             leaves = [tensor.requires_grad_() for tensor in (x, weight, bias)]
             gradient = torch.randn(rows, wider, generator=generator)
-            ours, theirs = (Contestant(partial(call, *leaves), leaves, gradient) for call in (linear, F.linear))
+            ours, theirs = (Contestant(partial(call, *leaves), leaves, gradient) for call in (onednn.linear, F.linear))
             for found, expected in zip(ours.forward_and_backward(), theirs.forward_and_backward(), strict=True):
                 error = float((found - expected).abs().max() / expected.abs().max())
                 if not error < TOLERANCE:

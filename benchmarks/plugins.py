@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from cases import SEED
 from command import check_rounds, circumstances, make_parser
-from detr_bf.assembly.model import accelerate
+from detr_bf.assembly.model import compile_model
 from detr_bf.assembly.training import PRECISIONS
 from detr_bf.classification.assembly import build_classifier, build_classifier_criterion, image_optimizer
 from detr_bf.classification.assembly_data import build_mix
@@ -162,7 +162,7 @@ def make_network(config: ClassifierConfig) -> nn.Module:
     """Build the network with its plug-ins; its own weights are the same in all variants."""
     torch.manual_seed(SEED)
     network = build_classifier(config, NUM_CLASSES)
-    accelerate(network, config)
+    compile_model(network, config)
     return network.to(device_of(config.device))
 
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from cases import NUM_CLASSES, PRESETS, SEED, Preset, Setting, bytes_kept, make_batch, make_optimizer
 from command import CONFIGS, cells, check_rounds, circumstances, make_parser
 from detr_bf.assembly import build_criterion, build_model
-from detr_bf.assembly.model import accelerate
+from detr_bf.assembly.model import compile_model
 from detr_bf.common.devices import device_of
 from detr_bf.common.errors import InputError
 from detr_bf.common.files import write_json
@@ -217,7 +217,7 @@ class Step:
         config = setting.preset.config()
         torch.manual_seed(SEED)
         model = build_model(config, NUM_CLASSES)
-        accelerate(model, config)
+        compile_model(model, config)
         self.model: Detector = model.to(setting.device).train()
         self.optimizer = make_optimizer(config, self.model)
         self.clip_norm = config.optimizer.clip_norm

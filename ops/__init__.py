@@ -3,14 +3,10 @@
 from detr_bf.ops.batch_attention import batch_attention, batch_attention_packed
 from detr_bf.ops.deformable_attention import ms_deform_attn
 from detr_bf.ops.dropout import relu_dropout, residual_dropout
-from detr_bf.ops.onednn import LinearLayer, convolution, linear
 
 __all__ = [
-    "LinearLayer",
     "batch_attention",
     "batch_attention_packed",
-    "convolution",
-    "linear",
     "ms_deform_attn",
     "relu_dropout",
     "residual_dropout",

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from detr_bf.acceleration import ON
+
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -3, -4, -8  # of mallopt, in glibc's malloc.h
 _LARGEST_MMAP_THRESHOLD = 2**25  # bytes; glibc refuses more
 
@@ -52,9 +54,9 @@ def release_freed_memory() -> None:
 
 
 def _libc() -> Any:
-    """Return the C library if it is glibc and no environment variable sets its malloc, else None."""
+    """Return the C library if it is glibc, and neither malloc is set nor this package off, else None."""
     libc = ctypes.CDLL(None) if os.name == "posix" else None
-    is_set = any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ)
+    is_set = not ON or any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ)
     return libc if hasattr(libc, "mallopt") and hasattr(libc, "malloc_trim") and not is_set else None
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from detr_bf.acceleration.model import accelerate
 from detr_bf.assembly.plugins import add_encoder_plugins, encoder_of, named
 from detr_bf.backbones import Backbone, build_backbone
 from detr_bf.batchformer import BATCH_MIXERS, BatchFormerV2
@@ -182,7 +183,7 @@ def build_detector(config: DetectionConfig, num_classes: int, body: Backbone) ->
     add_encoder_plugins(built, config.plugins)
     if config.freeze.detector:
         built.freeze_all_but_masks(keep_dropout=config.freeze.keep_dropout)
-    return built
+    return accelerate(built, body.body)
 
 
 def _check_num_classes(num_classes: object) -> None:
@@ -423,7 +424,7 @@ def build_panoptic_postprocess(config: DetectionConfig, class_map: ClassMap) -> 
     )
 
 
-def accelerate(model: nn.Module, config: RunConfig) -> None:
+def compile_model(model: nn.Module, config: RunConfig) -> None:
     """Apply ``train.channels_last`` and ``train.compile`` to a new model (in-place).
 
     Names, values and shapes of parameters stay the same, and so do checkpoints. Compilation takes place at the first

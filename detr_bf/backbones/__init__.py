@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torchvision.ops import FrozenBatchNorm2d
 
 from detr_bf.backbones.backbone import RESNETS, Backbone, Network, build_resnet, freeze_stages
-from detr_bf.backbones.frozen_norm import fold_frozen_norms
 from detr_bf.common.errors import InputError
 
 __all__ = ["Backbone", "build_backbone"]
@@ -53,7 +52,6 @@ def build_backbone(
         for module in network.body.modules():
             if isinstance(module, FrozenBatchNorm2d):
                 module.register_forward_hook(_in_precision_of_input)
-        fold_frozen_norms(network.body)
     freeze_stages(network, frozen_stages)
     return Backbone(network)
 

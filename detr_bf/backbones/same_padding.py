@@ -37,7 +37,7 @@ class EndPaddedConv2d(Conv2dSame):
     """timm's ``Conv2dSame`` with :func:`pad_for`."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.conv2d(pad_for(self, x), self.weight, self.bias, self.stride, (0, 0), self.dilation, self.groups)
+        return nn.Conv2d.forward(self, pad_for(self, x))
 
 
 class EndPaddedScaledStdConv2d(ScaledStdConv2dSame):

@@ -15,12 +15,13 @@ from collections.abc import Callable, Iterable
 from typing import cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from detr_bf.batchformer.gather import Exchange
 from detr_bf.common.errors import InputError
 from detr_bf.common.extensions import Registry
-from detr_bf.ops import LinearLayer, batch_attention_packed, linear, relu_dropout, residual_dropout
+from detr_bf.ops import batch_attention_packed, relu_dropout, residual_dropout
 
 
 class BatchEncoderLayer(nn.TransformerEncoderLayer):
@@ -32,8 +33,6 @@ class BatchEncoderLayer(nn.TransformerEncoderLayer):
 
     def __init__(self, dim: int, heads: int, *, feedforward_dim: int, dropout: float) -> None:
         super().__init__(dim, heads, dim_feedforward=feedforward_dim, dropout=dropout)
-        for part in (self.linear1, self.linear2, self.self_attn.out_proj):
-            part.__class__ = LinearLayer
 
     def forward(  # type: ignore[override]
         self, tokens: Tensor, ignored: Tensor | None = None, exchange: Exchange | None = None
@@ -72,7 +71,7 @@ class BatchEncoderLayer(nn.TransformerEncoderLayer):
     def _packed(self, tokens: Tensor, exchange: Exchange | None) -> Tensor:
         """Return query, key and value (B, S, 3, H, D), with ``exchange`` (A, P, 3, H, D)."""
         attention = self.self_attn
-        packed = linear(tokens, attention.in_proj_weight, attention.in_proj_bias)
+        packed = F.linear(tokens, attention.in_proj_weight, attention.in_proj_bias)
         packed = packed.unflatten(-1, (3, attention.num_heads, attention.head_dim))
         return packed if exchange is None else exchange.spread(packed)
 

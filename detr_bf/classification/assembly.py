@@ -8,6 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from detr_bf.acceleration.model import accelerate
 from detr_bf.assembly.plugins import add_context, add_localization, if_enabled, layers_of, named
 from detr_bf.batchformer import BatchFormerV2
 from detr_bf.classification.config import (
@@ -94,7 +95,7 @@ def build_classifier(config: ClassifierConfig, num_classes: int, *, pretrained: 
     elif config.model.frozen:
         freeze_trunk(network)
     add_plugins(network, config, num_classes)
-    return network
+    return accelerate(network)
 
 
 def _check_probe(config: ClassifierConfig) -> None:

@@ -9,15 +9,12 @@ The arguments of a command are read first, without importing torch; the module t
 from __future__ import annotations
 
 import argparse
-import os
 import sys
-import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from importlib import import_module, metadata
-from pathlib import Path
 from typing import NamedTuple
 
+from detr_bf.acceleration.threads import spin_less_beside_others
 from detr_bf.commands import arguments as of_data
 from detr_bf.commands import model_arguments as of_models
 from detr_bf.common.terminal import run_tool
@@ -88,8 +85,6 @@ COMMANDS = {
         of_data.completion_arguments, "completion", "main", "print a script for completion in bash or zsh"
     ),
 }
-OPENMP_SETTINGS = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "OMP_NUM_THREADS")
-BUSY_SHARE = 0.25  # of the cores, used by other programs
 
 EXIT_CODES = (
     "exit codes:",
@@ -120,47 +115,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if command in ("train", "evaluate", "finetune"):
         spin_less_beside_others()
     return command_main(command)(given[1:])
-
-
-def spin_less_beside_others(seconds: float = 0.2) -> None:
-    """Set ``GOMP_SPINCOUNT=1000`` if other programs use a quarter of the cores or more (Linux only).
-
-    OpenMP's threads wait for each other by spinning, which beside other programs makes a step several times slower; few
-    spins cost about a tenth alone (benchmarks/README.md, "Threads beside other programs"). The runtime reads the
-    variable when torch is loaded, so this must be called before. Settings of the user are kept.
-
-    Args:
-        seconds: duration of the measurement.
-    """
-    if sys.platform != "linux" or "torch" in sys.modules or any(name in os.environ for name in OPENMP_SETTINGS):
-        return
-    with suppress(OSError, ValueError):  # no /proc, or another format
-        before = _busy_and_all_ticks()
-        time.sleep(seconds)
-        busy, ticks = (after - start for after, start in zip(_busy_and_all_ticks(), before, strict=True))
-        if ticks > 0 and busy >= BUSY_SHARE * ticks:
-            os.environ["GOMP_SPINCOUNT"] = "1000"
-            print(
-                f"other programs use {100 * busy / ticks:.0f} % of the cores: OpenMP's threads wait with few spins "
-                "(GOMP_SPINCOUNT=1000)",
-                file=sys.stderr,
-            )
-
-
-def _busy_and_all_ticks() -> tuple[int, int]:
-    """Return the busy and all clock ticks of the cores that this process may use, since the start of the system.
-
-    Raises:
-        OSError: there is no /proc/stat.
-        ValueError: it has another format.
-    """
-    cores = {f"cpu{core}" for core in os.sched_getaffinity(0)}
-    rows = [line.split() for line in Path("/proc/stat").read_text().splitlines()]
-    ticks = [[int(value) for value in row[1:9]] for row in rows if row[0] in cores]  # user to steal
-    if not all(len(row) == 8 for row in ticks):
-        raise ValueError("/proc/stat has fewer than 8 columns")
-    everything = sum(map(sum, ticks))
-    return everything - sum(idle + waiting for _, _, _, idle, waiting, *_ in ticks), everything
 
 
 def command_main(command: str) -> Callable[..., int]:

@@ -19,7 +19,6 @@ from detr_bf.batchformer import BatchFormerV2
 from detr_bf.common.errors import InputError
 from detr_bf.common.structures import Batch, FeatureMap, Outputs, QueryGroup, Target
 from detr_bf.detectors.mask_head import MaskHead
-from detr_bf.ops import LinearLayer
 from detr_bf.transformer import (
     Decoder,
     DecoderLayer,
@@ -229,7 +228,7 @@ def shared_heads(options: Options, box: nn.Module | None = None, *, eps: float =
 
 def class_head(options: Options) -> nn.Linear:
     """Build the class head; its bias is initialised to ``class_prior`` if given (Lin et al. 2017, arXiv 1708.02002)."""
-    head = LinearLayer(options.hidden_dim, options.num_logits)
+    head = nn.Linear(options.hidden_dim, options.num_logits)
     if options.class_prior is not None:
         nn.init.constant_(head.bias, math.log(options.class_prior / (1 - options.class_prior)))
     return head

@@ -20,7 +20,6 @@ from detr_bf.common.errors import InputError
 from detr_bf.common.structures import TokenBatch
 from detr_bf.detectors.smca_multi_scale import as_maps, as_tokens
 from detr_bf.transformer import Encoder
-from detr_bf.transformer.convolution import FoldingModule
 
 
 def cell_position(height: int, width: int, dim: int, *, temperature: float, released: bool = False) -> Tensor:
@@ -119,7 +118,19 @@ def without_updating_statistics(module: nn.Module) -> Iterator[None]:
             norm.track_running_stats = before
 
 
-class NormedConvolution(FoldingModule):
+class CheckedNorm(nn.BatchNorm2d):
+    """Batch norm that refuses one image of one cell in training: one value has no variance."""
+
+    def forward(self, input: Tensor) -> Tensor:  # name of the base class
+        if self.training and input[:, 0].numel() == 1:
+            raise InputError(
+                "batch norm needs more than one value per channel in training, and the batch is one image of one cell "
+                "on the coarsest level: use larger images or train.batch_size=2 or more"
+            )
+        return super().forward(input)
+
+
+class NormedConvolution(nn.Sequential):
     """Convolution without bias, batch norm, and an activation or none: (B, C, h, w) -> (B, C', h', w')."""
 
     def __init__(
@@ -127,26 +138,11 @@ class NormedConvolution(FoldingModule):
     ) -> None:
         super().__init__()
         self.convolution = nn.Conv2d(in_channels, channels, kernel, stride, padding=kernel // 2, bias=False)
-        self.norm = nn.BatchNorm2d(channels)
+        self.norm = CheckedNorm(channels)
         self.activation = activation or nn.Identity()
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Convolve and normalise; InputError in training for one image of one cell, which has no variance."""
-        if self.folds(self.norm):
-            is_silu = isinstance(self.activation, nn.SiLU)
-            name = "swish" if is_silu else "none"
-            x = self.folded.convolve(x, [(self.convolution, self.norm)], activation=name)
-            return x if is_silu else self.activation(x)
-        x = self.convolution(x)
-        if self.norm.training and x[:, 0].numel() == 1:
-            raise InputError(
-                "batch norm needs more than one value per channel in training, and the batch is one image of one cell "
-                "on the coarsest level: use larger images or train.batch_size=2 or more"
-            )
-        return self.activation(self.norm(x))
 
-
-class RepVggBlock(FoldingModule):
+class RepVggBlock(nn.Module):
     """Sum of a 3 x 3 and a 1 x 1 convolution, then SiLU (Ding et al. 2021, arXiv 2101.03697, without identity)."""
 
     def __init__(self, channels: int) -> None:
@@ -155,10 +151,6 @@ class RepVggBlock(FoldingModule):
         self.narrow = NormedConvolution(channels, channels, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Convolve; in inference both branches are merged into one convolution."""
-        if self.folds(self.wide.norm, self.narrow.norm):
-            branches = [(branch.convolution, branch.norm) for branch in (self.wide, self.narrow)]
-            return self.folded.convolve(x, branches, activation="swish")
         return F.silu(self.wide(x) + self.narrow(x))
 
 

@@ -14,7 +14,6 @@ from detr_bf.common.boxes import inverse_sigmoid
 from detr_bf.common.devices import tensor_on
 from detr_bf.common.errors import InputError
 from detr_bf.common.structures import Outputs, Queries, QueryGroup, Target, TokenBatch
-from detr_bf.ops import LinearLayer
 from detr_bf.transformer import in_groups
 from detr_bf.transformer.blocks import full_precision
 from detr_bf.transformer.position import sine_of_coordinates
@@ -34,7 +33,7 @@ class TokenProposals(nn.Module):
 
     def __init__(self, dim: int, *, class_head: nn.Module, box_head: nn.Module) -> None:
         super().__init__()
-        self.project = LinearLayer(dim, dim)
+        self.project = nn.Linear(dim, dim)
         self.norm = nn.LayerNorm(dim)
         self.class_head = class_head
         self.box_head = box_head

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from detr_bf import interop
 from detr_bf.acceleration.allocator import keep_freed_memory
 from detr_bf.assembly.data import build_train_transforms
-from detr_bf.assembly.model import accelerate
+from detr_bf.assembly.model import compile_model
 from detr_bf.assembly.training import (
     changed_splits,
     check_same_classes,
@@ -236,7 +236,7 @@ class Task(ABC, Generic[C]):
             InputError: the weights are another model's.
         """
         model = build_and_load(lambda: self.build_model(num_classes), weights, source, finite=False)
-        accelerate(model, self.config)
+        compile_model(model, self.config)
         return TrainingStep(model, self.build_criterion(model), device, precision).to(device).train()
 
     def build_trainer(self, folder: RunFolder, resume_from: Checkpoint | None = None) -> Trainer:
@@ -256,7 +256,7 @@ class Task(ABC, Generic[C]):
         if is_new:
             self.initialize(model, data.class_map)
         self.check_model(model, data)
-        accelerate(model, config)
+        compile_model(model, config)
         model.to(device)
         if device.type == "cpu":
             keep_freed_memory()

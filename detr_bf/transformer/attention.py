@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from detr_bf.common.devices import tensor_on
 from detr_bf.common.errors import InputError
-from detr_bf.ops import LinearLayer, ms_deform_attn
+from detr_bf.ops import ms_deform_attn
 
 
 class AttentionRecord(NamedTuple):
@@ -90,10 +90,10 @@ class MultiHeadAttention(nn.Module):
         check_heads(dim, heads)
         self.heads = heads
         self.dropout = dropout
-        self.query = LinearLayer(dim, dim)
-        self.key = LinearLayer(dim, dim)
-        self.value = LinearLayer(dim, dim)
-        self.out = LinearLayer(dim, dim)
+        self.query = nn.Linear(dim, dim)
+        self.key = nn.Linear(dim, dim)
+        self.value = nn.Linear(dim, dim)
+        self.out = nn.Linear(dim, dim)
         for projection in (self.query, self.key, self.value):
             nn.init.xavier_uniform_(projection.weight, gain=0.5**0.5)
             nn.init.zeros_(projection.bias)
@@ -158,10 +158,10 @@ class DeformableAttention(nn.Module):
         scale = [1 / count for count in per_level for _ in range(count)]
         self.register_buffer("scale", None if isinstance(points, int) else torch.tensor(scale))
         self.discrete, self.released_cells = discrete, released_cells
-        self.sampling_offsets = LinearLayer(dim, heads * sum(per_level) * 2)
-        self.attention_weights = LinearLayer(dim, heads * sum(per_level))
-        self.value = LinearLayer(dim, dim)
-        self.out = LinearLayer(dim, dim)
+        self.sampling_offsets = nn.Linear(dim, heads * sum(per_level) * 2)
+        self.attention_weights = nn.Linear(dim, heads * sum(per_level))
+        self.value = nn.Linear(dim, dim)
+        self.out = nn.Linear(dim, dim)
         for projection in (self.sampling_offsets, self.attention_weights):
             nn.init.zeros_(projection.weight)
             nn.init.zeros_(projection.bias)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from detr_bf.common.errors import InputError
-from detr_bf.ops import LinearLayer, library, relu_dropout, residual_dropout
+from detr_bf.ops import library, relu_dropout, residual_dropout
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -73,10 +73,10 @@ class FeedForward(nn.Module):
         super().__init__()
         if activation not in ACTIVATIONS:
             raise InputError(f"activation must be {', '.join(ACTIVATIONS)}; got '{activation}'")
-        self.expand = LinearLayer(dim, hidden_dim)
+        self.expand = nn.Linear(dim, hidden_dim)
         self.activation = ACTIVATIONS[activation]()
         self.dropout = nn.Dropout(dropout)
-        self.contract = LinearLayer(hidden_dim, dim)
+        self.contract = nn.Linear(hidden_dim, dim)
         for layer in (self.expand, self.contract):
             nn.init.xavier_uniform_(layer.weight)
 
@@ -94,7 +94,7 @@ class MLP(nn.Module):
 
     def __init__(self, widths: Sequence[int]) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(LinearLayer(a, b) for a, b in pairwise(widths))
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(widths))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers[:-1]:

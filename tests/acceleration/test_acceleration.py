@@ -9,10 +9,14 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch import Tensor, nn
+from torchvision.ops import FrozenBatchNorm2d
 
+from detr_bf.acceleration import model as tricks
+from detr_bf.acceleration import onednn
+from detr_bf.acceleration.model import REPLACED, accelerate, restore
 from detr_bf.assembly import build_model
 from detr_bf.assembly import model as assembly
-from detr_bf.assembly.model import accelerate
+from detr_bf.assembly.model import compile_model
 from detr_bf.common.errors import InputError
 from detr_bf.common.structures import Batch, Outputs
 from detr_bf.config import load_config
@@ -124,7 +128,7 @@ def test_the_setting_reaches_the_encoder() -> None:
 def test_backbone_and_layers_are_compiled_and_no_name_changes(name: str) -> None:
     module = model(name, batch_former=batch_former())
     names = list(module.state_dict())
-    accelerate(module, COMPILED)
+    compile_model(module, COMPILED)
     compiled = {part for part in module.modules() if part._compiled_call_impl is not None}
     layers = [layer for part in module.modules() if isinstance(part, (Encoder, Decoder)) for layer in part.layers]
     assert len(layers) == 4
@@ -135,7 +139,7 @@ def test_backbone_and_layers_are_compiled_and_no_name_changes(name: str) -> None
 
 def test_nothing_is_done_unasked() -> None:
     module = build_model(load_config(None, SMALL), num_classes=3)
-    accelerate(module, load_config(None, SMALL))
+    compile_model(module, load_config(None, SMALL))
     assert all(part._compiled_call_impl is None for part in module.modules())
     assert all(parameter.is_contiguous() for parameter in module.parameters())
 
@@ -148,7 +152,7 @@ def test_compiled_training_and_evaluation(name: str, compiler: str, monkeypatch:
     monkeypatch.setattr(nn.Module, "compile", lambda self, **settings: usual(self, backend=compiler, **settings))
     plain = shaken(model(name, dropout=0.0, batch_former=batch_former(layers=[1])), std=0.1)
     compiled = copy.deepcopy(plain)
-    accelerate(compiled, COMPILED)
+    compile_model(compiled, COMPILED)
     for batch in (images(), of_images(3, 48, 32), of_images(2, 32, 64)):
         (outputs, gradients), (expected, wanted) = trained(compiled, batch), trained(plain, batch)
         assert outputs.num_streams == 2
@@ -176,7 +180,7 @@ def test_compiled_mask_stage_and_recomputation_with_dropout() -> None:
         settings = {"mask_head": head, "batch_former": batch_former(), "activation_checkpointing": recompute}
         module = shaken(model(dropout=0.2, **settings), std=0.1)
         module.backbone = Averages(2)
-        accelerate(module, COMPILED)
+        compile_model(module, COMPILED)
         whole = trained(module, images())
         module.freeze_all_but_masks(keep_dropout=True)
         found.append((*whole, *trained(module, images())))
@@ -194,17 +198,17 @@ def _pairs(run: tuple) -> list[tuple[Outputs, dict[str, Tensor]]]:
 def test_without_a_compiler_it_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler -pipe")
     with pytest.raises(InputError, match=r"needs a C\+\+ compiler on a CPU, and no-such-compiler -pipe is not found"):
-        accelerate(model(), COMPILED)
+        compile_model(model(), COMPILED)
 
 
 def test_without_triton_it_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     config = load_config(None, ["train.compile=true", "device=cuda"])
-    accelerate(model(), config)
+    compile_model(model(), config)
     known = importlib.util.find_spec
     monkeypatch.setattr(assembly, "find_spec", lambda name: None if name == "triton" else known(name))
     with pytest.raises(InputError, match="needs the package triton on a GPU"):
-        accelerate(model(), config)
+        compile_model(model(), config)
 
 
 # ---- memory format ----
@@ -217,7 +221,7 @@ def test_channels_last_is_a_matter_of_layout_alone() -> None:
     torch.manual_seed(0)
     plain = build_model(config, num_classes=3)
     other = copy.deepcopy(plain)
-    accelerate(other, config)
+    compile_model(other, config)
     other.load_state_dict(plain.state_dict())
     kernels = [parameter for parameter in other.backbone.parameters() if parameter.dim() == 4]
     assert kernels
@@ -232,3 +236,38 @@ def test_channels_last_is_a_matter_of_layout_alone() -> None:
         torch.testing.assert_close(gradients[key], gradient, atol=1e-5, rtol=1e-3)
     weights = {key: value.contiguous() for key, value in other.state_dict().items()}
     assert all(torch.equal(weights[key], value) for key, value in plain.state_dict().items())
+
+
+# ---- tricks for CPUs ----
+
+
+def normed() -> nn.Sequential:
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Conv2d(3, 4, 3), FrozenBatchNorm2d(4), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    network[1].running_mean.normal_()
+    return network.append(nn.Linear(4, 2))
+
+
+@pytest.mark.usefixtures("_fresh_compiler")
+def test_tricks_are_left_out_while_torch_compiles_and_exports(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("FASTER", torch.backends.mkldnn.is_available()), ("SMALLEST_PRODUCT", 0)):
+        monkeypatch.setattr(onednn, name, value)
+    x, plain = torch.randn(2, 3, 8, 8), normed()
+    network = copy.deepcopy(plain)
+    torch.testing.assert_close(accelerate(network, network)(x), plain(x))
+    assert "forward" in vars(network[1])
+    torch.testing.assert_close(torch.compile(network, backend="aot_eager", fullgraph=True)(x), plain(x))
+    graph = torch.export.export(network.eval(), (x,)).graph
+    assert any("batch_norm" in str(node.target) or "rsqrt" in str(node.target) for node in graph.nodes)
+    assert not any("mkldnn" in str(node.target) for node in graph.nodes)
+
+
+def test_one_call_undoes_the_tricks_and_one_setting_leaves_them_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(onednn, "FASTER", True)
+    network = accelerate(normed())
+    accelerate(network, network)
+    assert {*REPLACED} <= {name for module in network for name in vars(module)}
+    restore(network)
+    monkeypatch.setattr(tricks, "ON", False)
+    for module in (network, accelerate(network, network)):
+        assert not {*REPLACED} & {name for part in module for name in vars(part)}

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from detr_bf.assembly import build_criterion, build_detector_criterion, build_groups, build_model
-from detr_bf.assembly.model import accelerate
+from detr_bf.assembly.model import compile_model
 from detr_bf.assembly.plugins import add_encoder_plugins, encoder_of
 from detr_bf.classification.assembly import add_diverse, add_v1, add_v2
 from detr_bf.classification.config import PluginsConfig
@@ -228,7 +228,7 @@ def test_compiled_layers_give_the_same(name: str, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(nn.Module, "compile", lambda self, **settings: usual(self, backend="aot_eager", **settings))
     plain = with_plugins(shaken(model(name, batch_former=batch_former(layers=[1]), dropout=0.0), std=0.1), "all")
     compiled = copy.deepcopy(plain)
-    accelerate(compiled, config("train.compile=true"))
+    compile_model(compiled, config("train.compile=true"))
     larger = Batch(images().images.repeat(1, 1, 2, 1), images().padding_mask.repeat(1, 2, 1) & False)
     for batch in (images(), larger):
         (outputs, local, gradients), (expected, wanted, of_plain) = step(compiled, batch), step(plain, batch)

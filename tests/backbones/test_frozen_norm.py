@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torchvision.models import resnet as torchvision_resnet
 from torchvision.ops import FrozenBatchNorm2d
 
+from detr_bf.acceleration.model import accelerate, restore
 from detr_bf.backbones import build_backbone
-from detr_bf.backbones.frozen_norm import PassedNorm2d, PassedNormAct2d, fold_frozen_norms
 from detr_bf.backbones.same_padding import pad_at_the_end
 
 NAMES = [
@@ -70,12 +70,12 @@ def folded(network: nn.Module) -> nn.Module:
         body = build_backbone(
             "resnet50", weights="none", strides=[8, 16], dilation=False, frozen_stages=0, frozen_norm=True
         ).body.double()
+        accelerate(body, body)
         missing, _ = body.load_state_dict(network.state_dict(), strict=False)
         assert not missing
         return body
     body = copy.deepcopy(network).train()
-    fold_frozen_norms(body)
-    return body
+    return accelerate(body, body)
 
 
 def images(size: int = 96) -> Tensor:
@@ -102,7 +102,7 @@ def test_outputs_gradients_and_names_are_those_of_the_library(name: str) -> None
     network = reference(name)
     body = folded(network)
     norms = [module for module in body.modules() if isinstance(module, FrozenBatchNorm2d | FrozenBatchNormAct2d)]
-    passed = [module for module in norms if isinstance(module, PassedNorm2d | PassedNormAct2d)]
+    passed = [module for module in norms if "forward" in vars(module)]
     # A network with norms before its convolutions has none after the last one.
     assert len(passed) == len(norms) or (name == "timm:resnetv2_50" and passed)
     assert [key for key in network.state_dict() if key in body.state_dict()] == list(body.state_dict())
@@ -125,7 +125,7 @@ def test_weights_kept_in_inference_follow_every_change() -> None:
                 assert same(pickle.loads(pickle.dumps(body))(images()), expected)
 
     check()
-    assert first.folded.kept is not None
+    assert first._conv_forward.kept is not None
     for module in (network, body):
         with torch.no_grad():
             next(module.parameters()).mul_(2)
@@ -140,7 +140,7 @@ def test_weights_kept_in_inference_follow_every_change() -> None:
             parameter.data = parameter.data * 0.9
     check()
     assert not same(twin(images()), body(images()))  # the copy has norms and weights of its own
-    assert first.folded.kept is None  # released in training
+    assert first._conv_forward.kept is None  # released in training
 
 
 @pytest.mark.parametrize("name", ["resnet50", "timm:tf_efficientnet_lite0"])
@@ -169,8 +169,8 @@ def test_shared_and_other_layers_keep_their_norms() -> None:
     for norm in network.norms:
         norm.running_mean.normal_()
     before = network(torch.ones(1, 3, 4, 4))
-    fold_frozen_norms(network)
-    assert not [module for module in network.modules() if isinstance(module, PassedNorm2d)]
+    accelerate(network, network)
+    assert not any("forward" in vars(module) for module in network.norms)
     assert torch.equal(network(torch.ones(1, 3, 4, 4)), before)
 
 
@@ -189,17 +189,26 @@ def test_a_convolution_that_others_read_keeps_its_norm(returns: bool) -> None:
     network = Read()
     network.norm.running_mean.normal_()
     before = network(torch.ones(1, 3, 4, 4))
-    fold_frozen_norms(network)
-    assert type(network.norm) is FrozenBatchNorm2d
+    accelerate(network, network)
+    assert "forward" not in vars(network.norm)
     assert all(map(torch.equal, network(torch.ones(1, 3, 4, 4)), before))
 
 
 @pytest.mark.parametrize("settings", [{"padding": "same"}, {"padding": 1, "padding_mode": "reflect"}])
-def test_other_paddings_keep_their_norms(settings: dict[str, object]) -> None:
+def test_norms_after_other_paddings(settings: dict[str, object]) -> None:
     network = nn.Sequential(nn.Conv2d(3, 3, 3, **settings), FrozenBatchNorm2d(3))  # type: ignore[arg-type]
     network[1].running_mean.normal_()
     with torch.no_grad():
         before = network(torch.ones(1, 3, 6, 6))
-        fold_frozen_norms(network)
-        assert type(network[1]) is FrozenBatchNorm2d
-        assert torch.equal(network(torch.ones(1, 3, 6, 6)), before)
+        accelerate(network, network)
+        assert "forward" in vars(network[1])
+        assert torch.allclose(network(torch.ones(1, 3, 6, 6)), before, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["resnet50", "timm:tf_efficientnet_lite0"])
+def test_one_call_undoes_all(name: str) -> None:
+    network = reference(name)
+    body = folded(network)
+    before = {module: dict(vars(module)) for module in restore(copy.deepcopy(body)).modules()}
+    assert not any({"forward", "_conv_forward"} & set(state) for state in before.values() if state is not None)
+    assert all(map(torch.equal, outputs_and_gradients(restore(body)), outputs_and_gradients(restore(body))))

@@ -10,8 +10,8 @@ import torch
 
 import cases
 import detectors
+from detr_bf.acceleration import onednn
 from detr_bf.assembly import build_model
-from detr_bf.ops import onednn
 
 
 @pytest.mark.slow  # full-size detectors

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import linear
-from detr_bf.ops import onednn
+from detr_bf.acceleration import onednn
 from tests.kernels import needs_kernels
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from detr_bf.acceleration.model import accelerate
 from detr_bf.common.errors import InputError
 from detr_bf.common.structures import Batch, Target
 from detr_bf.detectors import Detector, MaskHead, Options
@@ -239,15 +240,16 @@ def test_norms_are_folded_in_inference_and_follow_every_change(
     block: Callable[[], nn.Module], inference: bool, change: Callable[[nn.Module, Tensor], None]
 ) -> None:
     torch.manual_seed(0)
-    module, x = block().eval(), torch.randn(2, 6, 9, 7)
+    module, x = accelerate(block()).eval(), torch.randn(2, 6, 9, 7)
+    first = next(part for part in module.modules() if isinstance(part, nn.Conv2d))
     context = torch.inference_mode if inference else torch.no_grad
     for _ in range(3):
         expected = module.eval()(x)  # with gradients, not folded
         for _ in range(2):  # the second time with the kept weights
             with context():
                 assert torch.allclose(module(x), expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
-        assert module.folded.kept is not None
-        assert copy.deepcopy(module).folded.kept is None
+        assert first._conv_forward.kept is not None
+        assert copy.deepcopy(first)._conv_forward.kept is None
         change(module, x)
         with context():
             found = module.eval()(x)
@@ -257,6 +259,7 @@ def test_norms_are_folded_in_inference_and_follow_every_change(
 def test_norms_without_running_statistics_are_not_folded() -> None:
     module = NormedConvolution(6, 4)
     module.norm = nn.BatchNorm2d(4, track_running_stats=False)
+    accelerate(module)
     x = torch.randn(2, 6, 9, 7)
     with torch.no_grad():
         assert torch.equal(module.eval()(x), module.norm(module.convolution(x)))

@@ -56,9 +56,9 @@ def test_a_healthy_mask_head_has_no_fault() -> None:
     ("parameter", "module", "kind"),
     [
         ("tokens.projections.0.weight", "tokens.projections.0", "Conv2d"),
-        ("encoder.layers.1.feed_forward.expand.bias", "encoder.layers.1.feed_forward.expand", "LinearLayer"),
+        ("encoder.layers.1.feed_forward.expand.bias", "encoder.layers.1.feed_forward.expand", "Linear"),
         ("decoder.queries.position.weight", "decoder.queries", "LearnedQueries"),
-        ("decoder.heads.classes.0.weight", "decoder.heads.classes.0", "LinearLayer"),
+        ("decoder.heads.classes.0.weight", "decoder.heads.classes.0", "Linear"),
     ],
 )
 def test_a_broken_weight_is_found_in_the_module_that_uses_it(
@@ -91,7 +91,7 @@ def test_an_overflow_is_found_in_the_layer_where_it_happens(layer: str) -> None:
     weights_of(step, f"{layer}.weight").fill_(3e38)
     fault = fault_of(step)
     assert fault.module is not None
-    assert (fault.module.name, fault.module.kind, fault.module.finite_inputs) == (layer, "LinearLayer", True)
+    assert (fault.module.name, fault.module.kind, fault.module.finite_inputs) == (layer, "Linear", True)
     assert fault.module.state == fault.parameters == []
     assert fault.found
 
@@ -119,7 +119,7 @@ def test_a_module_that_layers_share_says_which_call_it_was() -> None:
     fault = fault_of(step, batches(2))
     assert fault.module is not None
     assert (fault.module.name, fault.module.batch, fault.module.call) == ("decoder.heads.classes.0", 2, 2)
-    assert "decoder.heads.classes.0 (LinearLayer), batch 2, call 2: its inputs are finite" in str(fault)
+    assert "decoder.heads.classes.0 (Linear), batch 2, call 2: its inputs are finite" in str(fault)
 
 
 class Spoilt(nn.Module):

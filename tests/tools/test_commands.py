@@ -14,18 +14,16 @@ import pytest
 
 import detr_bf
 from detr_bf import interop
+from detr_bf.acceleration.threads import OPENMP_SETTINGS, _busy_and_all_ticks, spin_less_beside_others
 from detr_bf.analysis.classification import ANALYSES
 from detr_bf.commands import (
     COMMANDS,
     EXIT_CODES,
-    OPENMP_SETTINGS,
-    _busy_and_all_ticks,
     analyze,
     arguments,
     main,
     model_arguments,
     predict,
-    spin_less_beside_others,
 )
 from detr_bf.commands.completion import usage_of
 from detr_bf.commands.sample_data import SETS
@@ -228,7 +226,7 @@ def test_openmp_spins_less_only_beside_other_programs(
     others: float, settings: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     reads = iter([(100, 1000), (100 + round(others * 40), 1040)])
-    monkeypatch.setattr("detr_bf.commands._busy_and_all_ticks", lambda: next(reads))
+    monkeypatch.setattr("detr_bf.acceleration.threads._busy_and_all_ticks", lambda: next(reads))
     monkeypatch.delitem(sys.modules, "torch")
     kept = {name: value for name, value in os.environ.items() if name not in OPENMP_SETTINGS}
     monkeypatch.setattr(os, "environ", kept | settings)

@@ -76,7 +76,7 @@ def test_a_broken_weight_is_reproduced_and_reported(tmp_path: Path, capsys: pyte
     assert lines[1:3] == ["batch 1 holds 00.png, 01.png", "batch 2 holds 10.png, 11.png"]
     assert lines[3].startswith("batch 1: loss nan (loss_ce_0 nan, ")
     assert f"parameters that are not finite: {LAYER}.bias" in lines
-    found = f"{LAYER} (LinearLayer), batch 1, call 1: its inputs are finite; not finite in it: {LAYER}.bias"
+    found = f"{LAYER} (Linear), batch 1, call 1: its inputs are finite; not finite in it: {LAYER}.bias"
     assert f"first module whose output is not finite: {found}" in lines
     assert lines[-2:] == ["losses and module equal those of the run", "REPRODUCED: it is not finite again"]
 
@@ -123,13 +123,13 @@ def test_full_precision_cures_an_overflow_of_the_half(tmp_path: Path, capsys: py
     capture = captured(overflow, precision=torch.float16)
     assert replay(tmp_path, capture) == 0
     out = capsys.readouterr().out
-    assert f"first module whose output is not finite: {LAYER} (LinearLayer)" in out
+    assert f"first module whose output is not finite: {LAYER} (Linear)" in out
     assert "losses and module equal those of the run" in out
     assert replay(tmp_path, capture, "--precision", "float32") == 3
     out = capsys.readouterr().out
     assert "first module whose output is not finite: none" in out
     assert "in the run\n  batch 1: loss nan" in out
-    assert f"\n  first module whose output is not finite: {LAYER} (LinearLayer)" in out
+    assert f"\n  first module whose output is not finite: {LAYER} (Linear)" in out
     assert "different here: it ran in fp16, now in float32" in out
     assert out.endswith("NOT REPRODUCED: everything is finite now, perhaps because of the differences above\n")
 

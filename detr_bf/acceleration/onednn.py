@@ -1,14 +1,13 @@
 """Linear layers and convolutions for which oneDNN is faster than what torch chooses, in float32 on some processors.
 
-torch computes matrix products with MKL, and with one thread and fewer than 16 images also 1 x 1 convolutions. On a
-processor of AMD with AVX-512, MKL was about as fast as AVX2 allows, and oneDNN took 0.8 to 0.9 of its time with many
+torch computes matrix products with MKL, and with one thread and fewer than 16 images also 1 x 1 convolutions. On
+processors of AMD with AVX-512, MKL was about as fast as AVX2 allows, and oneDNN took 0.8 to 0.9 of its time with many
 rows (benchmarks/README.md, "Matrix products on processors of AMD"). Elsewhere, and where nothing is gained, the
 functions are those of ``torch.nn.functional``. FLOP counters of torch do not know oneDNN's operators.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,7 +17,6 @@ from torch.autograd import forward_ad
 
 SMALLEST_PRODUCT = 1 << 27  # multiply-adds; below, a new size costs oneDNN more than it gains
 FEWEST_ROWS = 2048  # of a gradient with respect to the input, for which the weights are transposed
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"none": lambda x: x, "swish": F.silu}  # by oneDNN's names
 
 
 def _is_faster() -> bool:
@@ -50,38 +48,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return result.view(*x.shape[:-1], len(weight))  # here, as autograd forbids to change a view from a Function
 
 
-class LinearLayer(nn.Linear):
-    """``nn.Linear`` that calls :func:`linear`."""
-
-    def forward(self, input: Tensor) -> Tensor:  # name of the base class
-        return linear(input, self.weight, self.bias)
-
-
-def convolution(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    *,
-    stride: tuple[int, ...],
-    padding: tuple[int, ...],
-    dilation: tuple[int, ...],
-    groups: int,
-    activation: str = "none",
-) -> Tensor:
-    """Return the convolution and activation of (B, C, h, w) maps; with gradients always torch's own.
-
-    Args:
-        x: maps.
-        weight: (O, C / groups, kh, kw).
-        bias: (O,) or None.
-        stride, padding, dilation: in rows and columns.
-        groups: of channels.
-        activation: key of ``ACTIVATIONS``.
-    """
-    if torch.is_grad_enabled() or not _is_plain(x, weight, bias) or not x.numel():
-        return ACTIVATIONS[activation](F.conv2d(x, weight, bias, stride, padding, dilation, groups))
+def convolution(module: nn.Conv2d, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return ``module._conv_forward(x, weight, bias)`` of (B, C, h, w) maps; with gradients always torch's own."""
+    padding = module.padding
+    is_usual = module.padding_mode == "zeros" and isinstance(padding, tuple) and x.dim() == 4 and bool(x.numel())
+    if torch.is_grad_enabled() or not is_usual or not _is_plain(x, weight, bias):
+        return type(module)._conv_forward(module, x, weight, bias)
     result: Tensor = torch.ops.mkldnn._convolution_pointwise(
-        x, weight, bias, padding, stride, dilation, groups, activation, [], ""
+        x, weight, bias, padding, module.stride, module.dilation, module.groups, "none", [], ""
     )
     return result
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from itertools import product
@@ -9,16 +10,17 @@ from itertools import product
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.profiler import ProfilerActivity, profile
 
-from detr_bf.ops import LinearLayer, convolution, linear, onednn
+from detr_bf.acceleration import onednn
+from detr_bf.acceleration.model import accelerate
+from detr_bf.acceleration.onednn import convolution, linear
 
 ONEDNN = torch.backends.mkldnn.is_available()
 needs_onednn = pytest.mark.skipif(not ONEDNN, reason="this torch has no oneDNN")
 LINEAR, CONVOLUTION = "mkldnn::_linear_pointwise", "mkldnn::_convolution_pointwise"
-GEOMETRY = {"stride": (1, 1), "padding": (1, 1), "dilation": (1, 1), "groups": 1}
 
 
 @pytest.fixture
@@ -90,7 +92,7 @@ def test_products_that_gain_nothing_are_those_of_torch(monkeypatch: pytest.Monke
     monkeypatch.setattr(onednn, "FASTER", True)
     large, weight = random(2048, 256), random(256, 256)
     assert large.numel() * 256 == onednn.SMALLEST_PRODUCT
-    layer = LinearLayer(256, 256)
+    layer = accelerate(nn.Linear(256, 256))
     assert LINEAR in operators(lambda: layer(large))
     assert LINEAR not in operators(lambda: linear(large[:-1], weight))
     assert LINEAR not in operators(lambda: linear(large.double(), weight.double()))
@@ -106,18 +108,16 @@ def test_products_that_gain_nothing_are_those_of_torch(monkeypatch: pytest.Monke
 @pytest.mark.usefixtures("any_size")
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize(("kernel", "groups"), list(product((1, 3), (1, 2))))
-@pytest.mark.parametrize("activation", list(onednn.ACTIVATIONS))
-def test_convolutions_are_those_of_torch(
-    kernel: int, groups: int, activation: str, layout: torch.memory_format
-) -> None:
+@pytest.mark.parametrize("bias", [True, False])
+def test_convolutions_are_those_of_torch(kernel: int, groups: int, bias: bool, layout: torch.memory_format) -> None:
     x = random(2, 4, 9, 7).contiguous(memory_format=layout)
-    weight, bias = random(6, 4 // groups, kernel, kernel), random(6)
-    geometry = {"stride": (2, 1), "padding": (1, 0), "dilation": (1, 1), "groups": groups}
-    expected = onednn.ACTIVATIONS[activation](F.conv2d(x, weight, bias, **geometry))
+    module = nn.Conv2d(4, 6, kernel, stride=(2, 1), padding=(1, 0), groups=groups, bias=bias)
+    expected = module(x)
+    accelerate(module)
     for context in (torch.no_grad(), torch.inference_mode()):
         with context:
-            found = convolution(x, weight, bias, **geometry, activation=activation)
-            assert CONVOLUTION in operators(lambda: convolution(x, weight, bias, **geometry, activation=activation))
+            found = module(x)
+            assert CONVOLUTION in operators(lambda: module(x))
         assert torch.allclose(found, expected, rtol=1e-5, atol=1e-5)
         assert found.is_contiguous(memory_format=layout)
 
@@ -125,26 +125,31 @@ def test_convolutions_are_those_of_torch(
 @needs_onednn
 @pytest.mark.usefixtures("any_size")
 def test_convolutions_with_gradients_or_other_inputs_are_those_of_torch() -> None:
-    x, weight = random(2, 4, 9, 7), random(6, 4, 3, 3)
-    assert CONVOLUTION not in operators(lambda: convolution(x, weight, None, **GEOMETRY))  # gradients are on
+    x, module = random(2, 4, 9, 7), accelerate(nn.Conv2d(4, 6, 3, padding=1))
+    assert CONVOLUTION not in operators(lambda: module(x))  # gradients are on
     with torch.no_grad():
-        assert CONVOLUTION in operators(lambda: convolution(x, weight, None, **GEOMETRY))
-        assert CONVOLUTION not in operators(lambda: convolution(x.double(), weight.double(), None, **GEOMETRY))
-        assert convolution(x[:0], weight, None, **GEOMETRY).shape == (0, 6, 9, 7)
+        assert CONVOLUTION in operators(lambda: module(x))
+        assert CONVOLUTION not in operators(lambda: copy.deepcopy(module).double()(x.double()))
+        assert module(x[:0]).shape == (0, 6, 9, 7)
+        assert module(x[0]).shape == (6, 9, 7)
+        for settings in ({"padding": "same"}, {"padding": 1, "padding_mode": "reflect"}):
+            other = nn.Conv2d(4, 6, 3, **settings)  # type: ignore[arg-type]
+            assert torch.equal(accelerate(copy.deepcopy(other))(x), other(x))
         with torch.autocast("cpu", torch.bfloat16):
-            assert convolution(x, weight, None, **GEOMETRY).dtype == torch.bfloat16
+            assert module(x).dtype == torch.bfloat16
 
 
 @needs_onednn
 @pytest.mark.usefixtures("any_size")
 def test_transforms_of_functions_get_torchs_own() -> None:
     x, weight, images, kernel = random(5, 7), random(3, 7), random(2, 4, 9, 7), random(6, 4, 3, 3)
+    convolved = partial(convolution, nn.Conv2d(4, 6, 3), bias=None)
     found = torch.func.grad(lambda w: linear(x, w).sum())(weight)
     assert torch.allclose(found, x.sum(0).expand(3, -1), atol=1e-5)
     stacked = torch.stack([weight, 2 * weight])
     assert torch.allclose(torch.func.vmap(linear, (None, 0))(x, stacked)[1], 2 * F.linear(x, weight), atol=1e-5)
     with torch.no_grad():
-        for function, given in ((linear, (x, weight)), (partial(convolution, bias=None, **GEOMETRY), (images, kernel))):
+        for function, given in ((linear, (x, weight)), (convolved, (images, kernel))):
             value, tangent = torch.func.jvp(lambda *it, f=function: f(*it), given, given)
             assert torch.allclose(tangent, 2 * value, atol=1e-4)  # bilinear in its two tensors
     with forward_ad.dual_level():
@@ -155,13 +160,13 @@ def test_transforms_of_functions_get_torchs_own() -> None:
 @needs_onednn
 @pytest.mark.usefixtures("any_size")
 def test_traced_layers_are_those_of_torch() -> None:
-    layer, x = LinearLayer(7, 3), random(5, 7)
+    layer, x = accelerate(nn.Linear(7, 3)), random(5, 7)
     assert torch.allclose(torch.jit.trace(layer, x)(x), F.linear(x, layer.weight, layer.bias), atol=1e-5)
 
 
 def test_exported_layers_take_any_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(onednn, "FASTER", True)
-    layer = LinearLayer(256, 256)
+    layer = accelerate(nn.Linear(256, 256))
     rows = {"input": {0: torch.export.Dim.DYNAMIC}}
     for example, other in ((10, 4096), (4096, 10)):
         program = torch.export.export(layer, (random(example, 256),), dynamic_shapes=rows)
