@@ -25,8 +25,6 @@ from scipy.optimize import linear_sum_assignment
 
 import detr_bf
 from detr_bf import export
-from detr_bf.assembly.data import build_eval_transform
-from detr_bf.assembly.model import build_panoptic_postprocess, build_postprocess
 from detr_bf.commands.model_arguments import export_arguments
 from detr_bf.common.errors import InputError
 from detr_bf.common.structures import Batch, ClassMap
@@ -39,6 +37,7 @@ from detr_bf.export import GivenSelections, ParityError, parity, parity_table, s
 from detr_bf.export.precision import calibration_files, exact_nodes, half_precision
 from detr_bf.export.runtime import OnnxDetector
 from detr_bf.export.sharing import Origin
+from detr_bf.inference.backends import TorchBackend
 from detr_bf.inference.predictor import Predictor
 from tests.detectors.tiny import CHANNELS, DETECTORS, DIM, FOCAL, QUERIES, batch_former, model, shaken
 from tests.docs.test_pages import ROOT
@@ -73,17 +72,13 @@ def predictor(name: str = "detr", *settings: str, max_pixels: int = MAX_PIXELS, 
     config = load_config(None, [*SMALL, loss, "data.val.images=/home/alice/secret", *settings])
     classes = CLASSES if "cross" in loss else ClassMap((*CLASSES.category_ids, 11), (*CLASSES.names, "last"))
     by_class = (*THRESHOLDS.by_class, 0.5)[: classes.num_classes]
-    return Predictor(
-        model=shaken(model(name, encoder_layers=1, **changes)).eval(),
-        class_map=classes,
-        transform=build_eval_transform(config),
-        postprocess=build_postprocess(config),
-        panoptic_postprocess=build_panoptic_postprocess(config, classes),
-        device=torch.device("cpu"),
-        max_pixels=max_pixels,
-        thresholds=ScoreThresholds(THRESHOLDS.overall, by_class),
-        origin=Origin(config_to_dict(config), Path("run"), None),
+    backend = TorchBackend(shaken(model(name, encoder_layers=1, **changes)).eval(), torch.device("cpu"))
+    thresholds, origin = (
+        ScoreThresholds(THRESHOLDS.overall, by_class),
+        Origin(config_to_dict(config), Path("run"), None),
     )
+    built = Predictor.from_config(backend, config, classes, thresholds=thresholds, origin=origin)
+    return replace(built, max_pixels=max_pixels)
 
 
 def same(found: Any, expected: Any) -> None:

@@ -80,7 +80,8 @@ def beside_a_large_one(detector: Predictor, files: list[Path]) -> Iterator[Detec
         with Image.open(file) as opened:
             pixels = torch.frombuffer(bytearray(opened.convert("RGB").tobytes()), dtype=torch.uint8)
             image: Tensor = pixels.view(opened.height, opened.width, 3).permute(2, 0, 1).contiguous()
-        yield detector._detect(Batch.collate([detector._sample(image, number), large]))[0]
+        batch = Batch.collate([detector._sample(image, number), large])
+        yield detector.backend.compute(batch, detector.postprocess, half=False)[0]
 
 
 def test_groupings_exports_and_padding_have_the_same_ap(
