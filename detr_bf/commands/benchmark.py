@@ -23,7 +23,7 @@ from detr_bf.common.timing import Spread, alternate, paired_ratios
 from detr_bf.data.images import read_image
 from detr_bf.data.inputs import image_files
 from detr_bf.export import FILE_SUFFIXES, synthetic_images
-from detr_bf.inference.exported import ExportedPredictor
+from detr_bf.inference.backends import TorchBackend
 from detr_bf.inference.loading import load
 from detr_bf.inference.predictor import Predictor
 from detr_bf.report import machine_info, process_memory
@@ -94,10 +94,8 @@ def _candidates(options: argparse.Namespace) -> Iterator[tuple[str, str, Predict
     """Load each source with torch's present number of threads, and yield its name, precision and predictor."""
     for source in options.runs:
         predictor = _loaded(source, options.device)
-        runtime: Any = predictor.model
-        is_file = isinstance(predictor, ExportedPredictor)
-        yield source, runtime.metadata.get("precision", "float32") if is_file else "float32", predictor
-        if options.half and not is_file:
+        yield source, predictor.backend.precision, predictor
+        if options.half and isinstance(predictor.backend, TorchBackend):
             yield source, "half", predictor
 
 

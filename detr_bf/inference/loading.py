@@ -8,25 +8,28 @@ import json
 import logging
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from detr_bf.assembly import build_eval_transform, build_model, build_panoptic_postprocess, build_postprocess
+from detr_bf.assembly import build_model
 from detr_bf.assembly.model import build_classification
 from detr_bf.common.devices import device_of
 from detr_bf.common.errors import InputError
 from detr_bf.common.files import is_file, is_folder
+from detr_bf.common.structures import ClassMap
 from detr_bf.common.text import printable
 from detr_bf.config import DetectionConfig, RunConfig, config_from_dict, config_to_dict, load_config, packaged_configs
 from detr_bf.data.formats import read_folder
 from detr_bf.detectors import Detector
 from detr_bf.engine import Checkpoint, build_and_load, checkpoint_of, load_checkpoint
-from detr_bf.export import FILE_SUFFIXES
+from detr_bf.evaluation import ScoreThresholds
+from detr_bf.export import FILE_SUFFIXES, file_detector, fixed_transform
 from detr_bf.export.sharing import WEIGHTS as SHARED_WEIGHTS
 from detr_bf.export.sharing import Origin, is_shared, load_shared
-from detr_bf.inference.exported import load_exported
+from detr_bf.inference.backends import FileBackend, TorchBackend
 from detr_bf.inference.predictor import Predictor
 from detr_bf.interop import coco_classes, read_weights, renumbered_to
 from detr_bf.interop.hub import hub_folder, is_hub_address
@@ -138,7 +141,7 @@ def load_predictor(path: str | Path, device: str = "auto") -> Predictor | Classi
     """
     given = hub_folder(str(path)) if is_hub_address(str(path)) else Path(path).expanduser()
     if given.suffix in FILE_SUFFIXES:
-        return load_exported(given, device)
+        return _exported_predictor(given, device)
     source, checkpoint = _read_checkpoint(given)
     config = config_from_dict(checkpoint.config, source=f"the config in {source}")
     config.device = device
@@ -167,18 +170,34 @@ def _detection_predictor(config: DetectionConfig, checkpoint: Checkpoint, source
             source,
             config.eval.batch_size,
         )
-    return Predictor(
-        model=model.to(device).eval(),
-        class_map=classes,
-        transform=build_eval_transform(config),
-        postprocess=build_postprocess(config),
-        panoptic_postprocess=build_panoptic_postprocess(config, classes),
-        device=device,
-        max_pixels=config.data.max_pixels,
-        grey_bits=config.data.grey_bits,
-        thresholds=checkpoint.score_thresholds,
-        origin=Origin(checkpoint.config, source, ((checkpoint.training or {}).get("progress") or {}).get("step")),
-    )
+    origin = Origin(checkpoint.config, source, ((checkpoint.training or {}).get("progress") or {}).get("step"))
+    backend, thresholds = TorchBackend(model.to(device).eval(), device), checkpoint.score_thresholds
+    return Predictor.from_config(backend, config, classes, thresholds=thresholds, origin=origin)
+
+
+def _exported_predictor(path: Path, device: str) -> Predictor:
+    """Return the detector of a file that ``detr-bf export`` wrote; the code in a package runs.
+
+    Raises:
+        InputError: onnxruntime or openvino is not installed, the file is damaged, of another program or compiled for
+            another machine, or another device than that of the file is asked for.
+    """
+    model = file_detector(path)
+    values = model.metadata
+    try:
+        config = config_from_dict(values["config"], source=f"the config in {printable(path)}")
+        classes = ClassMap(tuple(values["category_ids"]), tuple(values["classes"]), tuple(values["is_thing"]))
+        thresholds = ScoreThresholds(float(values["threshold"]), tuple(map(float, values["thresholds"])))
+        if not len(thresholds.by_class) == classes.num_classes:
+            raise ValueError(f"{len(thresholds.by_class)} thresholds for {classes.num_classes} classes")
+        measured = thresholds if values["measured_thresholds"] else None
+        predictor = Predictor.from_config(FileBackend(model), config, classes, thresholds=measured)
+        transform = fixed_transform(predictor.transform, model.form, config.data.transforms.square)
+    except InputError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise InputError(f"the metadata of {printable(path)} are damaged: {printable(repr(error))}") from error
+    return replace(predictor, transform=transform, backend=predictor.backend.on(device))
 
 
 def evaluated_run(

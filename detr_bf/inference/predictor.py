@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import numbers
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeAlias, overload
+from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, cast, overload
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from detr_bf.batchformer import BatchFormerV2
+from detr_bf.assembly import build_eval_transform, build_panoptic_postprocess, build_postprocess
 from detr_bf.common.errors import InputError
 from detr_bf.common.files import is_folder
 from detr_bf.common.progress import progress_bar
-from detr_bf.common.structures import Batch, ClassMap, Detections, Outputs, PanopticMap, Target
+from detr_bf.common.structures import Batch, ClassMap
 from detr_bf.common.text import printable
+from detr_bf.config import DetectionConfig
 from detr_bf.data.batches import SameSizeBatches
 from detr_bf.data.coco import CocoAnnotations, CocoDetection
 from detr_bf.data.images import MAX_PIXELS
@@ -42,28 +42,46 @@ from detr_bf.export import (
     synthetic_images,
 )
 from detr_bf.export.sharing import Origin, save_shared
+from detr_bf.inference.backends import Backend
 from detr_bf.inference.prediction import FramePrediction, PanopticPrediction, PictureList, Prediction, summary
 from detr_bf.inference.tiling import check_tile, join_tiles, tiles_of
 from detr_bf.interop.hub import send_folder
 from detr_bf.interop.transformers_folder import write_transformers_folder
 from detr_bf.losses.postprocess import PanopticPostprocess, Postprocess
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 logger = logging.getLogger(__name__)
 
+NumberedImages: TypeAlias = list[tuple[int, ImageLike]]
 ReadImage: TypeAlias = tuple[int, ImageLike, Tensor]  # number, the image as given, and its pixels
+
+
+class PanopticOptions(TypedDict, total=False):
+    """Keyword arguments of :meth:`Predictor.panoptic`."""
+
+    batch_size: int
+    device: str | torch.device | None
+    half: bool
+    bgr: bool
+
+
+class CallOptions(PanopticOptions, total=False):
+    """Keyword arguments of :meth:`Predictor.__call__`."""
+
+    tile: tuple[int, int] | None
 
 
 @dataclass(frozen=True)
 class _Call:
     """Checked arguments of a call of the predictor."""
 
+    backend: Backend
     least: Tensor  # score from which the detections of each class are returned
     batch_size: int
-    half: bool = False
-    tile: tuple[int, int] | None = None
-    bgr: bool = False
-    skip: bool = False  # leave out images that cannot be read
-    single: bool = False
+    half: bool
+    tile: tuple[int, int] | None
 
 
 @dataclass(frozen=True)
@@ -88,42 +106,45 @@ class Predictor:
       borders, see :mod:`detr_bf.inference.tiling`.
     """
 
-    model: Detector
+    backend: Backend  # computes batches
     class_map: ClassMap
     transform: SampleTransform
     postprocess: Postprocess
     panoptic_postprocess: PanopticPostprocess
-    device: torch.device
     max_pixels: int = MAX_PIXELS  # of an image
     grey_bits: int | None = None  # of 16-bit grey images, see read_image; None: each image has its own
     thresholds: ScoreThresholds | None = None  # of the checkpoint
-    origin: Origin | None = None  # the checkpoint
-    _copies: dict[str, Predictor] = field(default_factory=dict, init=False, repr=False, compare=False)  # by device
+    origin: Origin | None = None  # the checkpoint; None: no weights that could be saved, or exported
     __repr__ = summary
+
+    @classmethod
+    def from_config(cls, backend: Backend, config: DetectionConfig, class_map: ClassMap, **fields: Any) -> Predictor:
+        """Return the predictor of a detector with the settings of its run; ``fields`` are others of the class."""
+        transform, postprocess = build_eval_transform(config), build_postprocess(config)
+        panoptic, data = build_panoptic_postprocess(config, class_map), config.data
+        parts = (transform, postprocess, panoptic, data.max_pixels, data.grey_bits)
+        return cls(backend, class_map, *parts, **fields)
+
+    @property
+    def model(self) -> Detector:
+        """Detector of torch, or :class:`~detr_bf.export.FileDetector`, which is called like one."""
+        return cast("Detector", self.backend.model)
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the outputs."""
+        return self.backend.device
 
     @overload
     def __call__(
-        self,
-        image: ImageLike,
-        threshold: float | str | None = None,
-        *,
-        batch_size: int = 1,
-        device: str | torch.device | None = None,
-        half: bool = False,
-        tile: tuple[int, int] | None = None,
-        bgr: bool = False,
+        self, image: ImageLike, threshold: float | str | None = None, **options: Unpack[CallOptions]
     ) -> Prediction: ...
     @overload
     def __call__(
         self,
         image: list[ImageLike] | tuple[ImageLike, ...],
         threshold: float | str | None = None,
-        *,
-        batch_size: int = 1,
-        device: str | torch.device | None = None,
-        half: bool = False,
-        tile: tuple[int, int] | None = None,
-        bgr: bool = False,
+        **options: Unpack[CallOptions],
     ) -> list[Prediction]: ...
     def __call__(
         self,
@@ -151,29 +172,15 @@ class Predictor:
         if isinstance(image, (list, tuple)) or _is_folder(image):
             return PictureList(self.predict(image, batch_size, threshold, device=device, half=half, tile=tile, bgr=bgr))
         check_batch_size(batch_size)
-        call = _Call(self.least_scores(threshold), batch_size, half, check_tile(tile), bgr, single=True)
-        (found,) = self._on(device)._predict(iter([[(0, image)]]), call)
+        call = _Call(self.backend.on(device), self.least_scores(threshold), batch_size, half, check_tile(tile))
+        (found,) = self._predict(self._read(iter([[(0, image)]]), bgr=bgr, single=True), call)
         return found
 
     @overload
-    def panoptic(
-        self,
-        image: ImageLike,
-        *,
-        batch_size: int = 1,
-        device: str | torch.device | None = None,
-        half: bool = False,
-        bgr: bool = False,
-    ) -> PanopticPrediction: ...
+    def panoptic(self, image: ImageLike, **options: Unpack[PanopticOptions]) -> PanopticPrediction: ...
     @overload
     def panoptic(
-        self,
-        image: list[ImageLike] | tuple[ImageLike, ...],
-        *,
-        batch_size: int = 1,
-        device: str | torch.device | None = None,
-        half: bool = False,
-        bgr: bool = False,
+        self, image: list[ImageLike] | tuple[ImageLike, ...], **options: Unpack[PanopticOptions]
     ) -> list[PanopticPrediction]: ...
     def panoptic(
         self,
@@ -195,29 +202,17 @@ class Predictor:
         if self.model.mask_head is None:
             raise InputError("this detector has no mask head: train one with model.masks=true, on data with masks")
         check_batch_size(batch_size)
-        single, is_a_folder = not isinstance(image, (list, tuple)), _is_folder(image)
-        call = _Call(torch.empty(0), batch_size, half, None, bgr, skip=is_a_folder, single=single and not is_a_folder)
-        given = list(image_files([Path(image)])) if is_a_folder else [image] if single else image
-        found = [
-            each
-            for read in self._read(chunks(given, batch_size), call)
-            for each in self._on(device)._panoptic(read, call)
-        ]
-        return found[0] if call.single else PictureList(found)
-
-    @torch.no_grad()
-    def _panoptic(self, images: Sequence[ReadImage], call: _Call) -> Iterator[PanopticPrediction]:
-        """Yield the panoptic maps of one batch."""
-        if not images:
-            return
-
-        def maps_of(batch: Batch) -> list[PanopticMap]:
-            batch = batch.to(self.device)
-            return self.panoptic_postprocess(self._outputs(batch, call.half), batch.targets)
-
-        maps = by_size([self._sample(pixels, number) for number, _, pixels in images], maps_of, together=self._together)
-        for each, image in zip(maps, images, strict=True):
-            yield PanopticPrediction(**vars(each), **self._image_fields(image))
+        several, from_folder = isinstance(image, (list, tuple)), _is_folder(image)
+        given = list(image_files([Path(image)])) if from_folder else image if several else [image]
+        single, backend = not (several or from_folder), self.backend.on(device)
+        compute = partial(backend.compute, convert=self.panoptic_postprocess, half=half)
+        found = []
+        for images in self._read(chunks(given, batch_size), bgr=bgr, skip=from_folder, single=single):
+            samples = [eval_sample(self.transform, pixels, number) for number, _, pixels in images]
+            maps = by_size(samples, compute, together=backend.mixes_images)
+            for each, read in zip(maps, images, strict=True):
+                found.append(PanopticPrediction(**vars(each), **self._image_fields(read)))
+        return found[0] if single else PictureList(found)
 
     def predict(
         self,
@@ -245,10 +240,11 @@ class Predictor:
             InputError: ``images`` is a single image, one of them is no image or cannot be read, or an argument has a
                 wrong value.
         """
-        call = _Call(self.least_scores(threshold), batch_size, half, check_tile(tile), bgr, skip=_is_folder(images))
-        given: Any = list(image_files([Path(images)])) if call.skip else images  # type: ignore[arg-type]
+        call = _Call(self.backend.on(device), self.least_scores(threshold), batch_size, half, check_tile(tile))
+        from_folder = _is_folder(images)
+        given: Any = list(image_files([Path(images)])) if from_folder else images  # type: ignore[arg-type]
         numbered = chunks(given, batch_size if tile is None else 1)  # the parts of one image are many
-        return self._on(device)._predict(numbered, call)
+        return self._predict(self._read(numbered, bgr=bgr, skip=from_folder), call)
 
     def predict_video(
         self,
@@ -277,11 +273,9 @@ class Predictor:
                 file; or an argument has a wrong value.
         """
         check_batch_size(batch_size)
-        call = _Call(self.least_scores(threshold), batch_size, half, check_tile(tile))
+        call = _Call(self.backend.on(device), self.least_scores(threshold), batch_size, half, check_tile(tile))
         frames = read_frames(video, every=every, live=live, reconnect=reconnect, max_pixels=self.max_pixels)
-        return self._on(device)._predict_frames(
-            frames, call, f"camera {video}" if isinstance(video, int) else str(video)
-        )
+        return self._predict_frames(frames, call, f"camera {video}" if isinstance(video, int) else str(video))
 
     def _predict_frames(self, frames: Iterator[VideoFrame], call: _Call, source: str) -> Iterator[FramePrediction]:
         damage: list[InputError] = []
@@ -334,7 +328,7 @@ class Predictor:
         batches = SameSizeBatches(data.sizes, batch_size)
         loader = make_loader(data, batches, collate=Batch.collate, workers=workers)
         for batch in progress_bar(loader, total=len(batches), desc="evaluating", unit="batch", leave=False):
-            boxes.update(self._detect(batch, half))
+            boxes.update(self.backend.compute(batch, self.postprocess, half))
         return Result(boxes.summarize(), boxes.summarize_masks() if masks else None)
 
     def save(self, folder: str | Path, *, name: str = "", license: str | None = None) -> None:
@@ -351,12 +345,10 @@ class Predictor:
         Raises:
             InputError: one of the files exists or cannot be written, or the predictor was not loaded from a file.
         """
-        if self.origin is None:
-            raise InputError("only a detector that detr_bf.load has read from a checkpoint can be saved")
-        title, folder = printable(name or Path(folder).name), Path(folder)
+        origin, title, folder = self._checkpoint("saved"), printable(name or Path(folder).name), Path(folder)
         licence = None if license is None else printable(license)
         weights = self.model.state_dict()
-        save_shared(folder, weights, self.class_map, self.thresholds, self.origin, name=title, licence=licence)
+        save_shared(folder, weights, self.class_map, self.thresholds, origin, name=title, licence=licence)
 
     def push_to_hub(self, repository: str, *, private: bool = False, name: str = "", license: str | None = None) -> str:
         """Send the folder of :meth:`save` to the Hugging Face Hub, and return the address of the commit.
@@ -388,11 +380,8 @@ class Predictor:
             InputError: transformers is not installed, has no such detector or gives other outputs; or a file exists or
                 cannot be written.
         """
-        if self.origin is None:
-            raise InputError(
-                "only a detector that detr_bf.load has read from a checkpoint can be written for transformers"
-            )
-        left_out = write_transformers_folder(Path(folder), self.model, self.class_map, self.origin.config)
+        config = self._checkpoint("written for transformers").config
+        left_out = write_transformers_folder(Path(folder), self.model, self.class_map, config)
         logger.info(
             "%s: transformers gives the same outputs%s",
             printable(folder),
@@ -437,16 +426,14 @@ class Predictor:
                 precision is unknown, or int8 has no folder with images.
             ParityError: an output differs by more than its tolerance, or is not finite; nothing was written.
         """
-        if self.origin is None:
-            raise InputError("only a detector that detr_bf.load has read from a checkpoint can be exported")
+        config = self._checkpoint("exported").config
         if precision not in EXPORT_PRECISIONS:
             raise InputError(f"precision={printable(repr(precision))} must be one of {', '.join(EXPORT_PRECISIONS)}")
         if (precision == "int8") != (calibration is not None):
             raise InputError(f"precision={precision}: give calibration, a folder with images, for int8 and only for it")
         given = [image_pixels(each, f"image {index}", **self._limits) for index, each in enumerate(images or ())]
-        exported = Exported(
-            self.model, self.class_map, self.transform, self.postprocess, self.thresholds, self.origin.config
-        )
+        scales = self._read(chunks([] if calibration is None else calibration_files(Path(calibration)), 1), skip=True)
+        exported = Exported(self.model, self.class_map, self.transform, self.postprocess, self.thresholds, config)
         return export_detector(
             Path(path),
             exported,
@@ -455,51 +442,30 @@ class Predictor:
             source="given" if given else "synthetic",
             license=license,
             precision=precision,
-            calibration=self._readable([] if calibration is None else calibration_files(Path(calibration))),
+            calibration=(pixels for read in scales for _, _, pixels in read),
             evaluate=evaluate,
             device=device,
         )
 
-    def _readable(self, files: Sequence[Path]) -> Iterator[Tensor]:
-        """Yield the pixels of the files that can be read."""
-        call = _Call(torch.empty(0), 1, skip=True)
-        for read in self._read(chunks(files, 1), call):
-            yield from (pixels for _, _, pixels in read)
+    def _checkpoint(self, purpose: str) -> Origin:
+        """Return the checkpoint, or raise an InputError that names the purpose for which it is needed."""
+        if self.origin is None:
+            raise InputError(f"only a detector that detr_bf.load has read from a checkpoint can be {purpose}")
+        return self.origin
 
-    def _on(self, device: str | torch.device | None) -> Predictor:
-        """Return the predictor with a model on ``device``."""
-        if device is None or device == "auto":
-            return self
-        try:
-            wanted = torch.device(device)
-            if wanted.type == "cuda" and wanted.index is None:
-                wanted = torch.device("cuda", torch.cuda.current_device())
-            if wanted == self.device or (self.device.index is None and wanted.type == self.device.type == "cuda"):
-                return self
-            if wanted.type == "meta":
-                raise RuntimeError("its tensors have no values")
-            if str(wanted) not in self._copies:
-                self._copies[str(wanted)] = replace(self, model=copy.deepcopy(self.model).to(wanted), device=wanted)
-        except (RuntimeError, AssertionError, TypeError) as error:  # torch without CUDA raises an AssertionError
-            raise InputError(f"device={printable(str(device))} cannot be used: {printable(error)}") from error
-        return self._copies[str(wanted)]
-
-    def _predict(self, numbered: Iterator[list[tuple[int, ImageLike]]], call: _Call) -> Iterator[Prediction]:
-        """Yield the predictions of lists of images."""
-        for read in self._read(numbered, call):
-            yield from self._predictions(read, call)
-
-    def _read(self, numbered: Iterator[list[tuple[int, ImageLike]]], call: _Call) -> Iterator[list[ReadImage]]:
-        """Yield the readable images of each list."""
+    def _read(
+        self, lists: Iterator[NumberedImages], *, bgr: bool = False, skip: bool = False, single: bool = False
+    ) -> Iterator[list[ReadImage]]:
+        """Yield the images of each list; with ``skip`` those that cannot be read are left out."""
         unreadable, count = [], 0
-        for chunk in numbered:
+        for chunk in lists:
             read: list[ReadImage] = []
             for number, image in chunk:
-                name = "the image" if call.single else f"image {number}"
+                name = "the image" if single else f"image {number}"
                 try:
-                    read.append((number, image, image_pixels(image, name, bgr=call.bgr, **self._limits)))
+                    read.append((number, image, image_pixels(image, name, bgr=bgr, **self._limits)))
                 except InputError as error:
-                    if not call.skip:
+                    if not skip:
                         raise
                     unreadable.append(printable(error, limit=1000))
             count += len(read)
@@ -527,19 +493,24 @@ class Predictor:
         """Return the arguments with which images are read."""
         return {"max_pixels": self.max_pixels, "grey_bits": self.grey_bits}
 
+    def _predict(self, lists: Iterable[Sequence[ReadImage]], call: _Call) -> Iterator[Prediction]:
+        """Yield the predictions of lists of images, of which each image may be divided into several samples."""
+        for images in lists:
+            yield from self._predictions(images, call)
+
     def _predictions(self, images: Sequence[ReadImage], call: _Call) -> Iterator[Prediction]:
-        """Detect in images with their numbers and pixels, of which each may be divided into several samples."""
         sizes = [(pixels.shape[-2], pixels.shape[-1]) for _, _, pixels in images]
         parts = [tiles_of(size, call.tile) for size in sizes]
         samples = (
-            self._sample(pixels[:, y0:y1, x0:x1], number)
+            eval_sample(self.transform, pixels[:, y0:y1, x0:x1], number)
             for (number, _, pixels), places in zip(images, parts, strict=True)
             for x0, y0, x1, y1 in places
         )
+        detect = partial(call.backend.compute, convert=self.postprocess, half=call.half)
         found = (
             each.above(call.least)
             for batch in iter(lambda: list(islice(samples, call.batch_size)), [])
-            for each in by_size(batch, partial(self._detect, half=call.half), together=self._together)
+            for each in by_size(batch, detect, together=call.backend.mixes_images)
         )
         for image, size, places in zip(images, sizes, parts, strict=True):
             joined, fields = join_tiles([(place, next(found)) for place in places], size), self._image_fields(image)
@@ -567,26 +538,6 @@ class Predictor:
                 f"got {printable(repr(threshold))}"
             )
         return torch.full((self.class_map.num_classes,), float(threshold), dtype=torch.float64)
-
-    @torch.no_grad()
-    def _detect(self, batch: Batch, half: bool = False) -> list[Detections]:
-        batch = batch.to(self.device)
-        return self.postprocess(self._outputs(batch, half), batch.targets)
-
-    def _outputs(self, batch: Batch, half: bool) -> Outputs:
-        precision = torch.float16 if self.device.type == "cuda" else torch.bfloat16
-        with torch.autocast(self.device.type, precision, enabled=half):
-            outputs: Outputs = self.model(batch)
-        return outputs
-
-    @property
-    def _together(self) -> bool:
-        """True for a detector whose batch attention is on in evaluation: images of all sizes are in one batch."""
-        modules = self.model.modules() if isinstance(self.model, nn.Module) else ()
-        return any(isinstance(each, BatchFormerV2) and each.mode == "mini_batch_inference" for each in modules)
-
-    def _sample(self, pixels: Tensor, index: int) -> tuple[Tensor, Target]:
-        return eval_sample(self.transform, pixels, index)
 
 
 def _is_folder(images: object) -> bool:

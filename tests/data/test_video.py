@@ -10,7 +10,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from fractions import Fraction
 from pathlib import Path
@@ -30,6 +30,7 @@ from detr_bf.common.structures import ClassMap, Detections
 from detr_bf.common.terminal import run_tool
 from detr_bf.data import video
 from detr_bf.data.video import read_frames
+from detr_bf.inference.backends import TorchBackend
 from detr_bf.inference.prediction import FramePrediction
 from detr_bf.inference.predictor import Predictor
 
@@ -180,8 +181,8 @@ def test_frames_before_the_end_of_an_incomplete_file_are_read(tmp_path: Path) ->
 def detector() -> Predictor:
     """Return a detector that finds the bright square."""
 
-    class Finder(Predictor):
-        def _detect(self, batch: Any, half: bool = False) -> list[Detections]:
+    class Finder(TorchBackend):
+        def compute(self, batch: Any, convert: Any, half: bool) -> list[Any]:
             lefts = [float(left_of(image)) for image in batch.images]
             return [
                 Detections(t.image_id, torch.tensor([[x, 0, x + 16, 16.0]]), torch.tensor([0.9]), torch.tensor([0]))
@@ -190,8 +191,8 @@ def detector() -> Predictor:
 
     nothing: Any = None
     classes = ClassMap((7,), ("square",))
-    parts: dict[str, Any] = {"postprocess": nothing, "panoptic_postprocess": nothing, "device": torch.device("cpu")}
-    return Finder(model=nn.Identity(), class_map=classes, transform=lambda sample: sample, **parts)  # type: ignore[arg-type]
+    backend = Finder(nn.Identity(), torch.device("cpu"))  # type: ignore[arg-type]
+    return Predictor(backend, classes, lambda sample: sample, nothing, nothing)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("batch_size", [1, 5])
@@ -278,10 +279,9 @@ def camera(monkeypatch: pytest.MonkeyPatch) -> Iterator[Camera]:
 
 
 def slow(detector: Predictor, seconds: float, monkeypatch: pytest.MonkeyPatch) -> Predictor:
-    detect: Callable[..., Any] = type(detector)._detect
-    monkeypatch.setattr(
-        type(detector), "_detect", lambda *given, **more: (time.sleep(seconds), detect(*given, **more))[1]
-    )
+    backend: Any = type(detector.backend)
+    compute = backend.compute
+    monkeypatch.setattr(backend, "compute", lambda *given, **more: (time.sleep(seconds), compute(*given, **more))[1])
     return detector
 
 

@@ -25,20 +25,20 @@ from scipy.optimize import linear_sum_assignment
 
 import detr_bf
 from detr_bf import export
-from detr_bf.assembly.data import build_eval_transform
-from detr_bf.assembly.model import build_panoptic_postprocess, build_postprocess
 from detr_bf.commands.model_arguments import export_arguments
 from detr_bf.common.errors import InputError
 from detr_bf.common.structures import Batch, ClassMap
 from detr_bf.common.terminal import run_tool
 from detr_bf.config import config_to_dict, load_config
 from detr_bf.data.images import MAX_PIXELS
+from detr_bf.data.transforms import eval_sample
 from detr_bf.detectors import MaskHead
 from detr_bf.evaluation import ScoreThresholds
 from detr_bf.export import GivenSelections, ParityError, parity, parity_table, synthetic_images
 from detr_bf.export.precision import calibration_files, exact_nodes, half_precision
 from detr_bf.export.runtime import OnnxDetector
 from detr_bf.export.sharing import Origin
+from detr_bf.inference.backends import TorchBackend
 from detr_bf.inference.predictor import Predictor
 from tests.detectors.tiny import CHANNELS, DETECTORS, DIM, FOCAL, QUERIES, batch_former, model, shaken
 from tests.docs.test_pages import ROOT
@@ -73,17 +73,11 @@ def predictor(name: str = "detr", *settings: str, max_pixels: int = MAX_PIXELS, 
     config = load_config(None, [*SMALL, loss, "data.val.images=/home/alice/secret", *settings])
     classes = CLASSES if "cross" in loss else ClassMap((*CLASSES.category_ids, 11), (*CLASSES.names, "last"))
     by_class = (*THRESHOLDS.by_class, 0.5)[: classes.num_classes]
-    return Predictor(
-        model=shaken(model(name, encoder_layers=1, **changes)).eval(),
-        class_map=classes,
-        transform=build_eval_transform(config),
-        postprocess=build_postprocess(config),
-        panoptic_postprocess=build_panoptic_postprocess(config, classes),
-        device=torch.device("cpu"),
-        max_pixels=max_pixels,
-        thresholds=ScoreThresholds(THRESHOLDS.overall, by_class),
-        origin=Origin(config_to_dict(config), Path("run"), None),
-    )
+    backend = TorchBackend(shaken(model(name, encoder_layers=1, **changes)).eval(), torch.device("cpu"))
+    thresholds = ScoreThresholds(THRESHOLDS.overall, by_class)
+    origin = Origin(config_to_dict(config), Path("run"), None)
+    built = Predictor.from_config(backend, config, classes, thresholds=thresholds, origin=origin)
+    return replace(built, max_pixels=max_pixels)
 
 
 def same(found: Any, expected: Any) -> None:
@@ -176,7 +170,7 @@ def test_a_fixed_form_with_detections(tmp_path: Path) -> None:
     for one, other in zip(loaded.predict(images, batch_size=3, threshold=0.0), found, strict=True):
         same(one, other)  # more images than the file takes are computed in parts
     with pytest.raises(InputError, match="has no logits"):
-        loaded.model(Batch.collate([loaded._sample(image, 0) for image in images[:2]]))
+        loaded.model(Batch.collate([eval_sample(loaded.transform, image, 0) for image in images[:2]]))
 
 
 def test_the_metadata_say_what_a_user_needs(detr: tuple[Predictor, Path]) -> None:

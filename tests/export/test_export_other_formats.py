@@ -21,6 +21,7 @@ from detr_bf import export
 from detr_bf.common.errors import InputError
 from detr_bf.common.files import file_sha256
 from detr_bf.common.structures import Batch
+from detr_bf.data.transforms import eval_sample
 from detr_bf.export import ParityError, parity, parity_table, synthetic_images
 from detr_bf.export.graph import imported_openvino, write_openvino, write_package
 from detr_bf.export.runtime import package_metadata
@@ -178,7 +179,7 @@ def test_openvino_detects_the_same(openvino_file: tuple[Predictor, Path]) -> Non
         with pytest.raises(InputError, match="OpenVINO files"):
             loaded(images[0], **refused)
     with pytest.raises(InputError, match="has no logits"):
-        loaded.model(Batch.collate([loaded._sample(images[0], 0)]))
+        loaded.model(Batch.collate([eval_sample(loaded.transform, images[0], 0)]))
 
 
 def test_openvino_computes_in_float32_with_the_threads_of_torch(openvino_file: tuple[Predictor, Path]) -> None:

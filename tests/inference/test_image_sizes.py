@@ -16,6 +16,7 @@ import detr_bf
 from detr_bf.commands import command_main
 from detr_bf.common.structures import Batch, Detections, Target
 from detr_bf.data.samples import build_digits
+from detr_bf.data.transforms import eval_sample
 from detr_bf.evaluation import CocoEvaluator
 from detr_bf.inference.predictor import Predictor
 
@@ -80,7 +81,8 @@ def beside_a_large_one(detector: Predictor, files: list[Path]) -> Iterator[Detec
         with Image.open(file) as opened:
             pixels = torch.frombuffer(bytearray(opened.convert("RGB").tobytes()), dtype=torch.uint8)
             image: Tensor = pixels.view(opened.height, opened.width, 3).permute(2, 0, 1).contiguous()
-        yield detector._detect(Batch.collate([detector._sample(image, number), large]))[0]
+        batch = Batch.collate([eval_sample(detector.transform, image, number), large])
+        yield detector.backend.compute(batch, detector.postprocess, half=False)[0]
 
 
 def test_groupings_exports_and_padding_have_the_same_ap(

@@ -29,6 +29,7 @@ from detr_bf.common.structures import Batch, ClassMap, Detections, Segment
 from detr_bf.config import config_to_dict, load_config
 from detr_bf.engine import Checkpoint
 from detr_bf.evaluation import ScoreThresholds, write_panoptic
+from detr_bf.inference.backends import TorchBackend
 from detr_bf.inference.prediction import COLUMNS, PanopticPrediction, Prediction
 from detr_bf.inference.predictor import Predictor
 from detr_bf.inference.tiling import join_tiles, tiles_of
@@ -246,11 +247,11 @@ def test_what_is_not_installed_is_said(name: str, monkeypatch: pytest.MonkeyPatc
         getattr(prediction(), f"to_{name}")()
 
 
-class Blobs(Predictor):
-    """Predictor that finds every bright rectangle of a batch, with a score that grows with its area."""
+class Blobs(TorchBackend):
+    """Detector that finds every bright rectangle of a batch, with a score that grows with its area."""
 
-    def _detect(self, batch: Batch, half: bool = False) -> list[Detections]:
-        found = []
+    def compute(self, batch: Batch, convert: Any, half: bool) -> list[Any]:
+        found: list[Any] = []
         for image, target in zip(batch.images, batch.targets, strict=True):
             height, width = target.original_size
             regions, count = ndimage.label(image[0, :height, :width].numpy() > 100)
@@ -265,10 +266,10 @@ class Blobs(Predictor):
         return found
 
 
-def blobs(**changes: Any) -> Any:
+def blobs(backend: type[TorchBackend] = Blobs, model: Any = None) -> Any:
     unchanged: Any = lambda sample: sample  # noqa: E731
     nothing: Any = None
-    return replace(Blobs(nothing, CLASSES, unchanged, nothing, nothing, torch.device("cpu")), **changes)
+    return Predictor(backend(model or nn.Identity(), torch.device("cpu")), CLASSES, unchanged, nothing, nothing)
 
 
 def mosaic(height: int, width: int) -> tuple[torch.Tensor, set[tuple[float, ...]]]:
@@ -322,10 +323,11 @@ def test_a_box_that_no_border_cuts_is_kept() -> None:
 @pytest.mark.parametrize("name", ["boxes", "scores"])
 def test_what_is_not_finite_is_refused(name: str) -> None:
     class Broken(Blobs):
-        def _detect(self, batch: Batch, half: bool = False) -> list[Detections]:
-            return [replace(each, **{name: getattr(each, name) * torch.nan}) for each in super()._detect(batch)]
+        def compute(self, batch: Batch, convert: Any, half: bool) -> list[Any]:
+            found = super().compute(batch, convert, half)
+            return [replace(each, **{name: getattr(each, name) * torch.nan}) for each in found]
 
-    predictor = Broken(**{each: getattr(blobs(), each) for each in Blobs.__dataclass_fields__ if each != "_copies"})
+    predictor = blobs(Broken)
     image = torch.full((3, 20, 30), 255, dtype=torch.uint8)
     for options, said in (({}, "take an earlier checkpoint"), ({"half": True}, "give half=False")):
         with pytest.raises(InputError, match=f"^image 0: the detector's boxes or scores are not finite: {said}"):
@@ -346,13 +348,13 @@ def test_with_parts_one_image_is_read_at_a_time() -> None:
 
 def test_objects_of_other_classes_are_not_joined() -> None:
     class Both(Blobs):
-        def _detect(self, batch: Batch, half: bool = False) -> list[Detections]:
-            left, right = super()._detect(batch)
+        def compute(self, batch: Batch, convert: Any, half: bool) -> list[Any]:
+            left, right = super().compute(batch, convert, half)
             return [left, replace(right, labels=torch.ones_like(right.labels))]
 
     image = torch.zeros(3, 50, 90, dtype=torch.uint8)
     image[:, 10:30, 42:48] = 255
-    predictor = Both(**{name: getattr(blobs(), name) for name in Blobs.__dataclass_fields__ if name != "_copies"})
+    predictor = blobs(Both)
     assert len(blobs()(image, 0, tile=(50, 10))) == 1
     assert predictor(image, 0, tile=(50, 10), batch_size=2).labels.tolist() == [0, 1]
 
@@ -414,12 +416,13 @@ def test_an_unknown_device_is_refused() -> None:
 
 
 def test_the_copy_for_another_device_is_made_once(checkpoint: Path) -> None:
-    predictor = replace(detr_bf.load(checkpoint, "cpu"), device=torch.device("meta"))
-    copy = predictor._on("cpu")
+    loaded = detr_bf.load(checkpoint, "cpu")
+    predictor = replace(loaded, backend=replace(loaded.backend, device=torch.device("meta")))
+    copy = predictor.backend.on("cpu")
     assert copy.device == torch.device("cpu")
-    assert copy is predictor._on(torch.device("cpu"))
+    assert copy is predictor.backend.on(torch.device("cpu"))
     assert copy.model is not predictor.model
-    assert copy._on("auto") is copy._on(None) is copy
+    assert copy.on("auto") is copy.on(None) is copy
     image = torch.zeros(3, 40, 50, dtype=torch.uint8)
     assert torch.equal(predictor(image, 0, device="cpu").scores, detr_bf.load(checkpoint, "cpu")(image, 0).scores)
 

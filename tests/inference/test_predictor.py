@@ -20,6 +20,7 @@ from detr_bf.common.errors import InputError
 from detr_bf.common.structures import Batch, ClassMap, Detections, Target
 from detr_bf.data.inputs import by_size, image_pixels
 from detr_bf.evaluation import ScoreThresholds
+from detr_bf.inference.backends import TorchBackend
 from detr_bf.inference.classifier import ClassifierPredictor
 from detr_bf.inference.predictor import Predictor
 
@@ -269,17 +270,19 @@ def test_the_limit_of_pixels_holds_in_every_form(image: Any) -> None:
 def predictors() -> list[Any]:
     """Build a detector that counts its images and a classifier that adds their pixels."""
 
-    class Counting(Predictor):
-        def _detect(self, batch: Any, half: bool = False) -> list[Detections]:
+    class Counting(TorchBackend):
+        def compute(self, batch: Any, convert: Any, half: bool) -> list[Any]:
             return [Detections(t.image_id, t.boxes, t.boxes[:, 0], t.labels) for t in batch.targets]
 
     class_map = ClassMap((0, 1), ("a", "b"))
     unchanged: Any = lambda sample: sample  # noqa: E731
     nothing: Any = None
+    model: Any = nn.Module()
+    model.mask_head = nn.Identity()
     device = torch.device("cpu")
     head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, 2))
     return [
-        Counting(nothing, class_map, unchanged, nothing, nothing, device),
+        Predictor(Counting(model, device), class_map, unchanged, nothing, nothing),
         ClassifierPredictor(head, class_map, lambda pixels, seed: pixels / 255, device),
     ]
 
@@ -316,8 +319,6 @@ class TestBoth:
 
 def test_panoptic_takes_the_same_images(monkeypatch: pytest.MonkeyPatch) -> None:
     predictor = predictors()[0]
-    object.__setattr__(predictor, "model", nn.Module())
-    predictor.model.mask_head = nn.Identity()
     with pytest.raises(InputError, match="values from nan"):
         predictor.panoptic(NAN)
 
@@ -327,8 +328,8 @@ class TestThresholds:
     def fixed(thresholds: ScoreThresholds | None) -> Any:
         """Build a predictor that finds three objects with masks in every image."""
 
-        class Fixed(Predictor):
-            def _detect(self, batch: Any, half: bool = False) -> list[Detections]:
+        class Fixed(TorchBackend):
+            def compute(self, batch: Any, convert: Any, half: bool) -> list[Any]:
                 scores, labels = torch.tensor([0.9, 0.45, 0.3]), torch.tensor([0, 1, 0])
                 masks: Any = ("first", "second", "third")
                 return [Detections(t.image_id, torch.zeros(3, 4), scores, labels, masks) for t in batch.targets]
@@ -336,7 +337,8 @@ class TestThresholds:
         unchanged: Any = lambda sample: sample  # noqa: E731
         nothing: Any = None
         class_map = ClassMap((0, 1), ("a", "b"))
-        return Fixed(nothing, class_map, unchanged, nothing, nothing, torch.device("cpu"), thresholds=thresholds)
+        backend = Fixed(nn.Identity(), torch.device("cpu"))  # type: ignore[arg-type]
+        return Predictor(backend, class_map, unchanged, nothing, nothing, thresholds=thresholds)
 
     @pytest.mark.parametrize(
         ("stored", "threshold", "expected"),

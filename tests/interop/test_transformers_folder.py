@@ -21,6 +21,7 @@ from detr_bf.assembly import build_model
 from detr_bf.common.errors import InputError
 from detr_bf.common.structures import ClassMap
 from detr_bf.config import config_to_dict
+from detr_bf.data.transforms import eval_sample
 from detr_bf.engine import Checkpoint
 from detr_bf.inference.loading import recipe_config
 from detr_bf.interop import coco_classes
@@ -111,7 +112,7 @@ def test_preprocessing_is_that_of_our_evaluation(saved: Callable[..., Path], tmp
     detector.to_huggingface(tmp_path / "theirs")
     processor = transformers.AutoImageProcessor.from_pretrained(tmp_path / "theirs")
     theirs = processor(images=IMAGE, return_tensors="pt")["pixel_values"]
-    ours, _ = detector._sample(IMAGE, 0)
+    ours, _ = eval_sample(detector.transform, IMAGE, 0)
     mean, std = (torch.tensor(x)[:, None, None] for x in (processor.image_mean, processor.image_std))
     assert theirs.shape[1:] == ours.shape
     torch.testing.assert_close(theirs[0] * std + mean, ours / 255, rtol=0, atol=0.02)
