@@ -24,6 +24,7 @@ from detr_bf.data.checks.learning import Training
 from detr_bf.data.coco import CocoDetection, Source
 from detr_bf.data.loader import BatchLoader, make_loader
 from detr_bf.data.transforms import TRANSFORMS, SampleTransform, eval_transform, resized_size, train_transform
+from detr_bf.detectors import detector_named
 
 
 def build_train_data(config: DetectionConfig) -> CocoDetection:
@@ -216,7 +217,7 @@ def check_enough_tokens(config: DetectionConfig, data: CocoDetection, split: str
     """
     model, transforms = config.model, config.data.transforms
     two_stage = model.name == "deformable_detr" and model.deformable.two_stage
-    if not two_stage and model.name not in ("dino", "rtdetr", "rtdetrv2"):
+    if not two_stage and not detector_named(model.name).from_tokens:
         return
     further = model.groups.one_to_many.queries if split == "train" else 0
     wanted, square = model.num_queries + further, transforms.square

@@ -6,10 +6,9 @@ import logging
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
-from functools import partial
 from importlib.util import find_spec
 from numbers import Integral
 from operator import attrgetter
@@ -25,31 +24,16 @@ from detr_bf.batchformer import BATCH_MIXERS, BatchFormerV2
 from detr_bf.common.devices import device_of
 from detr_bf.common.errors import InputError
 from detr_bf.common.extensions import extended
+from detr_bf.common.settings import chosen_options, settings_of
 from detr_bf.common.structures import ClassMap
 from detr_bf.common.text import printable
 from detr_bf.config import DetectionConfig, RunConfig
-from detr_bf.config.detection import LossConfig, ModelConfig, RtdetrConfig
+from detr_bf.config.detection import ModelConfig
 from detr_bf.data.batches import derive_seed
-from detr_bf.detectors import Detector, MaskHead, Options, detector_named
-from detr_bf.detectors.dab_deformable_detr import dab_deformable_detr
-from detr_bf.detectors.dab_detr import dab_detr
-from detr_bf.detectors.deformable_detr import deformable_detr
-from detr_bf.detectors.denoising import ContrastiveDenoising
-from detr_bf.detectors.dino import dino
-from detr_bf.detectors.dn_detr import dn_detr
+from detr_bf.detectors import DETECTORS, Detector, MaskHead, Options, detector_named
 from detr_bf.detectors.groups import query_groups
-from detr_bf.detectors.smca import smca
-from detr_bf.detectors.smca_multi_scale import smca_multi_scale
 from detr_bf.engine.step import Criterion
-from detr_bf.losses import (
-    Classification,
-    CrossEntropy,
-    Focal,
-    HungarianMatcher,
-    MatchabilityAware,
-    SetCriterion,
-    Varifocal,
-)
+from detr_bf.losses import CLASSIFICATIONS, Classification, CrossEntropy, HungarianMatcher, SetCriterion
 from detr_bf.losses.postprocess import PanopticPostprocess, Postprocess
 from detr_bf.plugins import PluginCriterion
 from detr_bf.transformer import Decoder, Encoder
@@ -60,57 +44,6 @@ MOST_CLASSES = 1_000_000
 FOCAL_PRIOR = 0.01  # initial score of every class (Lin et al. 2017, arXiv 1708.02002, section 4.1)
 # Compiled versions of one kind of layer: training and evaluation, kinds of queries, batches of one image.
 RECOMPILE_LIMIT = 64
-
-# Settings under ``model`` that only some detectors read.
-_CONTRASTIVE = ("denoising.queries", "denoising.label_noise", "denoising.box_noise")
-_RTDETR = (*_CONTRASTIVE, *(f"rtdetr.{each.name}" for each in fields(RtdetrConfig)))
-_DAB = ("dab.patterns", "dab.random_points")
-OWN_SETTINGS = {
-    "dab_deformable_detr": (
-        *_DAB,
-        "extra_levels",
-        "deformable.encoder_points",
-        "deformable.decoder_points",
-        "deformable.box_refine",
-    ),
-    "dab_detr": _DAB,
-    "deformable_detr": (
-        "extra_levels",
-        "deformable.encoder_points",
-        "deformable.decoder_points",
-        "deformable.box_refine",
-        "deformable.two_stage",
-        "deformable.mixed_selection",
-        "deformable.look_forward_twice",
-    ),
-    "dino": (
-        "extra_levels",
-        "deformable.encoder_points",
-        "deformable.decoder_points",
-        "dino.mixed_selection",
-        "dino.layer_class_heads",
-        "dino.layer_box_heads",
-        "dino.token_class_head",
-        "dino.token_box_head",
-        *_CONTRASTIVE,
-    ),
-    "dn_detr": (*_DAB, "denoising.groups", "denoising.label_noise", "denoising.box_noise"),
-    "rtdetr": _RTDETR,
-    "rtdetrv2": _RTDETR,
-    "smca": ("smca.dynamic_scale", "smca.smooth", "smca.stride"),
-    "smca_multi_scale": ("smca.smooth",),
-}
-# Settings under ``loss`` with the values of ``loss.classification`` that read them.
-_SIGMOIDS = ("focal", "varifocal", "mal")
-LOSS_SETTINGS = {
-    "no_object_weight": ("cross_entropy",),
-    "focal_alpha": _SIGMOIDS,
-    "focal_gamma": _SIGMOIDS,
-    "varifocal_background": ("varifocal",),
-    "mal_gamma": ("mal",),
-}
-# Detectors that choose tokens by the best class or draw classes as noise, of which none may mean no object.
-WITHOUT_NO_OBJECT = ("dino", "dn_detr", "rtdetr", "rtdetrv2")
 
 
 def build_model(config: DetectionConfig, num_classes: int, *, pretrained: bool = True) -> Detector:
@@ -142,28 +75,18 @@ def build_detector(config: DetectionConfig, num_classes: int, body: Backbone) ->
         InputError: a wrong number of classes, or settings that contradict each other or the backbone's maps.
     """
     _check_num_classes(num_classes)
-    model = config.model
-    if model.name in WITHOUT_NO_OBJECT and config.loss.classification == "cross_entropy":
+    model, detector = config.model, detector_named(config.model.name)
+    if not detector.no_object and config.loss.classification == "cross_entropy":
         raise InputError(
             f"model.name={model.name} needs class scores without no-object, which loss.classification=cross_entropy "
             "adds: set loss.classification=focal (or varifocal, mal)"
         )
     classification = build_classification(config)
+    shared = vars(model).keys() & {option.name for option in fields(Options)} - {"groups"}
     options = Options(
+        **{name: getattr(model, name) for name in shared},
         num_logits=classification.num_logits(num_classes),
-        hidden_dim=model.hidden_dim,
-        heads=model.heads,
-        encoder_layers=model.encoder_layers,
-        decoder_layers=model.decoder_layers,
-        feedforward_dim=model.feedforward_dim,
-        dropout=model.dropout,
-        pre_norm=model.pre_norm,
-        activation=model.activation,
-        num_queries=model.num_queries,
-        position_encoding=model.position_encoding,
-        position_temperature=model.position_temperature,
-        input_norm=model.input_norm,
-        aux_loss=model.aux_loss,
+        strides=tuple(model.backbone.strides),
         groups=query_groups(
             model.num_queries,
             one_to_many=model.groups.one_to_many.queries,
@@ -179,7 +102,7 @@ def build_detector(config: DetectionConfig, num_classes: int, body: Backbone) ->
     channels = body.channels[-len(model.backbone.strides) :]
     _warn_of_unused_settings(config)
     with named("model", model, dim="hidden_dim"):
-        built = _with_own_settings(model)(body, channels, options)
+        built = detector(body, channels, options, **(chosen_options(detector.own, model) if detector.own else {}))
     add_encoder_plugins(built, config.plugins)
     if config.freeze.detector:
         built.freeze_all_but_masks(keep_dropout=config.freeze.keep_dropout)
@@ -203,108 +126,30 @@ def build_mask_head(config: DetectionConfig, channels: Sequence[int]) -> MaskHea
             raise InputError("freeze.detector=true trains only the mask head: it needs model.masks=true")
         return None
     *finer, _ = channels
-    model = config.model
-    return MaskHead(model.hidden_dim, heads=model.heads, finer_channels=finer[::-1], see_boxes=model.name != "detr")
-
-
-def _with_own_settings(model: ModelConfig) -> Callable[..., Detector]:
-    """Return the detector's builder with the arguments that only this detector has."""
-    noise = _noise_of(model)
-    anchors: dict[str, Any] = vars(model.dab)
-    points = model.deformable
-    levels: dict[str, Any] = {"encoder_points": points.encoder_points, "decoder_points": points.decoder_points}
-    levels["extra_levels"] = model.extra_levels
-    match model.name:
-        case "dab_deformable_detr":
-            return partial(dab_deformable_detr, **anchors, **levels, box_refine=model.deformable.box_refine)
-        case "dab_detr":
-            return partial(dab_detr, **anchors)
-        case "deformable_detr":
-            return partial(
-                deformable_detr,
-                **levels,
-                box_refine=model.deformable.box_refine,
-                two_stage=model.deformable.two_stage,
-                mixed_selection=model.deformable.mixed_selection,
-                look_forward_twice=model.deformable.look_forward_twice,
-            )
-        case "dino":
-            parts: dict[str, Any] = vars(model.dino)
-            chosen = ContrastiveDenoising(model.denoising.queries, **noise)
-            return partial(dino, **levels, **parts, denoising=chosen)
-        case "dn_detr":
-            return partial(dn_detr, **anchors, groups=model.denoising.groups, **noise)
-        case "rtdetr" | "rtdetrv2":
-            return _rtdetr(model)
-        case "smca":
-            if [model.smca.stride] != list(model.backbone.strides):
-                logger.warning(
-                    "model.smca.stride=%d, but a cell of the feature map has %s pixels: set it to that, unless the "
-                    "weights were trained so (the authors' code keeps 32)",
-                    model.smca.stride,
-                    " and ".join(map(str, model.backbone.strides)),
-                )
-            own = model.smca
-            return partial(smca, dynamic_scale=own.dynamic_scale, smooth=own.smooth, stride=own.stride)
-        case "smca_multi_scale":
-            return partial(smca_multi_scale, smooth=model.smca.smooth, strides=model.backbone.strides)
-    return detector_named(model.name)
-
-
-def _noise_of(model: ModelConfig) -> dict[str, Any]:
-    """Return the settings of the noise that are given; the others are the detector's own."""
-    given = {"label_noise": model.denoising.label_noise, "box_noise": model.denoising.box_noise}
-    return {name: value for name, value in given.items() if value is not None}
-
-
-def _rtdetr(model: ModelConfig) -> Callable[..., Detector]:
-    """Return the builder of either version of RT-DETR.
-
-    Raises:
-        InputError: a wrong number of points, or levels with different numbers, which only version 2 has.
-    """
-    own, levels = model.rtdetr, len(model.backbone.strides)
-    points = own.points if len(own.points) > 1 else own.points[0]
-    if len(own.points) not in (1, levels):
-        raise InputError(f"rtdetr.points={own.points}: expected one number, or one for each of the {levels} levels")
-    if model.name == "rtdetr" and own.points != own.points[:1] * len(own.points):
-        raise InputError(f"rtdetr.points={own.points} differ between the levels: use model.name=rtdetrv2")
-    return partial(
-        detector_named(model.name),
-        encoder_dim=own.encoder_dim,
-        encoder_feedforward_dim=own.encoder_feedforward_dim,
-        expansion=own.expansion,
-        fusion_blocks=own.fusion_blocks,
-        points=own.points[0] if model.name == "rtdetr" else points,
-        discrete=own.sampling == "discrete",
-        learned_content=own.learned_content,
-        denoising=ContrastiveDenoising(model.denoising.queries, **_noise_of(model)),
-        as_released=own.as_released,
-        strides=tuple(model.backbone.strides),
-    )
+    model, see_boxes = config.model, detector_named(config.model.name).masks_see_boxes
+    return MaskHead(model.hidden_dim, heads=model.heads, finer_channels=finer[::-1], see_boxes=see_boxes)
 
 
 def _warn_of_unused_settings(config: DetectionConfig) -> None:
     """Log a warning for settings of other detectors, of other losses and of no queries that were changed."""
     model, loss = config.model, config.loss
-    own, default = OWN_SETTINGS.get(model.name, ()), ModelConfig()
-    changed = {
-        f"model.{key}": None  # in order, once each
-        for key in (key for keys in OWN_SETTINGS.values() for key in keys)
-        if key not in own and attrgetter(key)(model) != attrgetter(key)(default)
-    }
-    if changed:
-        logger.warning("model.name=%s does not use %s", model.name, ", ".join(changed))
+    default = ModelConfig()
+    keys = dict.fromkeys(key for detector in DETECTORS.values() for key in detector.settings)  # in order, once each
+    _warn_of_unused("model", "name", model, keys, detector_named(model.name).settings)
     further, usual = model.groups.one_to_many, default.groups.one_to_many
     if not further.queries and (further.repeats, further.weight) != (usual.repeats, usual.weight):
         logger.warning("model.groups.one_to_many.queries=0 does not use repeats and weight beside it")
-    unread = [
-        f"loss.{key}"
-        for key, readers in LOSS_SETTINGS.items()
-        if loss.classification not in readers and getattr(loss, key) != getattr(LossConfig(), key)
-    ]
-    if unread:
-        logger.warning("loss.classification=%s does not use %s", loss.classification, ", ".join(unread))
+    keys = dict.fromkeys(key for kind in CLASSIFICATIONS.values() for key in settings_of(kind))
+    _warn_of_unused("loss", "classification", loss, keys, settings_of(CLASSIFICATIONS[loss.classification]))
+
+
+def _warn_of_unused(group: str, chosen: str, config: Any, keys: Iterable[str], used: Sequence[str]) -> None:
+    """Log a warning for the settings of a group that were changed and that its ``chosen`` part does not read."""
+    default = type(config)()
+    unused = [key for key in keys if key not in used and attrgetter(key)(config) != attrgetter(key)(default)]
+    if unused:
+        names = ", ".join(f"{group}.{key}" for key in unused)
+        logger.warning("%s.%s=%s does not use %s", group, chosen, getattr(config, chosen), names)
 
 
 def build_batch_former(config: DetectionConfig) -> BatchFormerV2 | None:
@@ -370,14 +215,9 @@ def separate_random_numbers() -> Iterator[None]:
 
 def build_classification(config: DetectionConfig, *, local: bool = False) -> Classification:
     """Build the classification loss by name; a local one does not communicate."""
-    loss = config.loss
-    if loss.classification == "focal":
-        return Focal(loss.focal_alpha, loss.focal_gamma)
-    if loss.classification == "varifocal":
-        return Varifocal(loss.focal_alpha, loss.focal_gamma, loss.varifocal_background)
-    if loss.classification == "mal":
-        return MatchabilityAware(loss.focal_alpha, loss.focal_gamma, loss.mal_gamma)
-    return CrossEntropy(loss.no_object_weight, local)
+    kind = CLASSIFICATIONS[config.loss.classification]
+    own = chosen_options(kind, config.loss)
+    return CrossEntropy(**own, local=local) if kind is CrossEntropy else kind(**own)
 
 
 def build_criterion(config: DetectionConfig, *, local: bool = False) -> SetCriterion:

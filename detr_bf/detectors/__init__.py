@@ -1,13 +1,12 @@
-"""Detectors by name; each is a function that chooses the parts of one :class:`Detector`."""
+"""Detectors by name; the file of each has its options, its needs and the function that chooses its parts."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 from detr_bf.common.errors import InputError
 from detr_bf.detectors.conditional_detr import conditional_detr
 from detr_bf.detectors.dab_deformable_detr import dab_deformable_detr
 from detr_bf.detectors.dab_detr import dab_detr
+from detr_bf.detectors.declaration import DetectorKind
 from detr_bf.detectors.deformable_detr import deformable_detr
 from detr_bf.detectors.detector import Detector, Options
 from detr_bf.detectors.detr import detr
@@ -20,8 +19,7 @@ from detr_bf.detectors.smca_multi_scale import smca_multi_scale
 
 __all__ = ["DETECTORS", "Detector", "MaskHead", "Options", "detector_named"]
 
-# (backbone, channels of its feature maps, options, keyword arguments of this detector) -> Detector
-DETECTORS: dict[str, Callable[..., Detector]] = {
+DETECTORS: dict[str, DetectorKind] = {
     "conditional_detr": conditional_detr,
     "dab_deformable_detr": dab_deformable_detr,
     "dab_detr": dab_detr,
@@ -36,8 +34,8 @@ DETECTORS: dict[str, Callable[..., Detector]] = {
 }
 
 
-def detector_named(name: str) -> Callable[..., Detector]:
-    """Return the builder of a detector.
+def detector_named(name: str) -> DetectorKind:
+    """Return a detector by its name.
 
     Raises:
         InputError: there is no such detector.

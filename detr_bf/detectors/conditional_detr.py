@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from detr_bf.common.errors import InputError
 from detr_bf.common.structures import Queries, TokenBatch
+from detr_bf.detectors.declaration import declare
 from detr_bf.detectors.detector import (
     Detector,
     Options,
@@ -27,6 +28,7 @@ from detr_bf.transformer.blocks import MLP, xavier
 from detr_bf.transformer.position import sine_of_coordinates
 
 
+@declare()
 def conditional_detr(backbone: nn.Module, channels: Sequence[int], options: Options) -> Detector:
     """Build Conditional DETR: content and position are compared separately, around learned reference points."""
     dim = options.hidden_dim

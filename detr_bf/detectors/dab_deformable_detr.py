@@ -3,49 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch import nn
 
-from detr_bf.detectors.dab_detr import EPS, AnchorPosition, AnchorQueries
-from detr_bf.detectors.deformable_detr import deformable_detr
+from detr_bf.common.settings import setting
+from detr_bf.detectors.dab_detr import EPS, AnchorPosition, AnchorQueries, DabOptions
+from detr_bf.detectors.declaration import declare
+from detr_bf.detectors.deformable_detr import DeformableOptions, LevelOptions, deformable_detr
 from detr_bf.detectors.detector import Detector, Options
 
 
-def dab_deformable_detr(
-    backbone: nn.Module,
-    channels: Sequence[int],
-    options: Options,
-    *,
-    patterns: int = 0,
-    random_points: bool = False,
-    extra_levels: int = 1,
-    encoder_points: int = 4,
-    decoder_points: int = 4,
-    box_refine: bool = True,
-) -> Detector:
-    """Build DAB-Deformable-DETR: anchors with a learned content each, whose boxes give the positions of the queries.
+@dataclass(frozen=True)
+class DabDeformableOptions(LevelOptions, DabOptions):
+    """Options of DAB-Deformable-DETR beside the shared ones."""
 
-    Args:
-        backbone, channels, options: feature maps and shared options.
-        patterns, random_points: as of DAB-DETR.
-        extra_levels, encoder_points, decoder_points, box_refine: as of Deformable DETR.
-    """
+    box_refine: bool = setting("deformable.box_refine", True)  # as of Deformable DETR
+
+
+@declare(DabDeformableOptions)
+def dab_deformable_detr(
+    backbone: nn.Module, channels: Sequence[int], options: Options, own: DabDeformableOptions
+) -> Detector:
+    """Build DAB-Deformable-DETR: anchors with a learned content each, whose boxes give the positions of the queries."""
     queries = AnchorQueries(
         options.num_queries,
         options.hidden_dim,
-        patterns=patterns,
+        patterns=own.patterns,
         learned_content=True,
-        random_points=random_points,
+        random_points=own.random_points,
         further=options.groups,
     )
-    return deformable_detr(
+    return deformable_detr.build(
         backbone,
         channels,
         options,
-        extra_levels=extra_levels,
-        encoder_points=encoder_points,
-        decoder_points=decoder_points,
-        box_refine=box_refine,
+        DeformableOptions(own.extra_levels, own.encoder_points, own.decoder_points, own.box_refine),
         queries=queries,
         update_queries=AnchorPosition(options.hidden_dim, options.decoder_layers),
         eps=EPS,

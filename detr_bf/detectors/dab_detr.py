@@ -6,15 +6,17 @@ Shape legend: R rows, A anchors, P patterns, Q queries (A x P), C channels.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from detr_bf.common.boxes import inverse_sigmoid
 from detr_bf.common.errors import InputError
+from detr_bf.common.settings import setting
 from detr_bf.common.structures import Queries, QueryGroup, Target, TokenBatch
 from detr_bf.detectors.conditional_detr import conditional_layers, content_scale
+from detr_bf.detectors.declaration import declare
 from detr_bf.detectors.detector import (
     Detector,
     Options,
@@ -30,29 +32,25 @@ EPS = 1e-3  # of the logits of boxes, in DAB-DETR and the detectors made of it
 LARGEST_QUOTIENT = 1000.0  # of the sizes in float16: a box of a thousandth of the image
 
 
-def dab_detr(
-    backbone: nn.Module,
-    channels: Sequence[int],
-    options: Options,
-    *,
-    queries: nn.Module | None = None,
-    patterns: int = 0,
-    random_points: bool = False,
-) -> Detector:
-    """Build DAB-DETR: the queries are boxes, which every layer refines.
+@dataclass(frozen=True)
+class DabOptions:
+    """Options of DAB-DETR beside the shared ones."""
 
-    Args:
-        backbone, channels, options: feature map and shared options.
-        queries: queries of the first layer, by default :class:`AnchorQueries` with the following options.
-        patterns: learned contents that every anchor is combined with, 0 for contents of zero.
-        random_points: initialise the centres of the anchors uniformly over the image.
-    """
+    patterns: int = setting("dab.patterns", 0)  # learned contents that every anchor is combined with, 0 for zeros
+    random_points: bool = setting("dab.random_points", False)  # initial centres uniformly over the image
+
+
+@declare(DabOptions)
+def dab_detr(
+    backbone: nn.Module, channels: Sequence[int], options: Options, own: DabOptions, queries: nn.Module | None = None
+) -> Detector:
+    """Build DAB-DETR: the queries are boxes, which every layer refines; by default :class:`AnchorQueries`."""
     dim = options.hidden_dim
     decoder = Decoder(
         conditional_layers(options),
         queries=queries
         or AnchorQueries(
-            options.num_queries, dim, patterns=patterns, random_points=random_points, further=options.groups
+            options.num_queries, dim, patterns=own.patterns, random_points=own.random_points, further=options.groups
         ),
         heads=shared_heads(options, zero_init_box_head(options), eps=EPS),
         norm=nn.LayerNorm(dim),

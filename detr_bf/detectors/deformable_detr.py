@@ -6,12 +6,15 @@ Shape legend: R rows, Q queries, S tokens of all levels, N levels, C channels.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from detr_bf.common.errors import InputError
+from detr_bf.common.settings import setting
 from detr_bf.common.structures import Queries, TokenBatch
+from detr_bf.detectors.declaration import declare
 from detr_bf.detectors.detector import (
     Detector,
     Options,
@@ -33,18 +36,44 @@ from detr_bf.transformer.blocks import xavier
 SIZE_LOGIT = -2.0  # initial boxes are 0.12 of the image wide and high
 
 
+@dataclass(frozen=True)
+class LevelOptions:
+    """Levels of the tokens, and sampling points per head and level."""
+
+    extra_levels: int = setting("extra_levels", 1)  # each of half the size, computed from the last feature map
+    encoder_points: int = setting("deformable.encoder_points", 4)
+    decoder_points: int = setting("deformable.decoder_points", 4)
+
+
+@dataclass(frozen=True)
+class DeformableOptions(LevelOptions):
+    """Options of Deformable DETR beside the shared ones.
+
+    Raises:
+        InputError: ``two_stage`` or ``look_forward_twice`` without ``box_refine``, or ``mixed_selection`` without
+            ``two_stage``, which are not defined in the papers' code.
+    """
+
+    box_refine: bool = setting("deformable.box_refine", False)  # of the previous layer's boxes, with heads of its own
+    two_stage: bool = setting("deformable.two_stage", False)  # queries and boxes from the best tokens of the encoder
+    mixed_selection: bool = setting("deformable.mixed_selection", False)  # learned contents, see ProposalQueries
+    look_forward_twice: bool = setting("deformable.look_forward_twice", False)  # see transformer.Decoder
+
+    def __post_init__(self) -> None:
+        if self.two_stage and not self.box_refine:
+            raise InputError("two_stage=true needs box_refine=true as well")
+        if self.look_forward_twice and not self.box_refine:
+            raise InputError("look_forward_twice=true needs box_refine=true as well")
+        if self.mixed_selection and not self.two_stage:
+            raise InputError("mixed_selection=true needs two_stage=true as well")
+
+
+@declare(DeformableOptions)
 def deformable_detr(
     backbone: nn.Module,
     channels: Sequence[int],
     options: Options,
-    *,
-    extra_levels: int = 1,
-    encoder_points: int = 4,
-    decoder_points: int = 4,
-    box_refine: bool = False,
-    two_stage: bool = False,
-    mixed_selection: bool = False,
-    look_forward_twice: bool = False,
+    own: DeformableOptions,
     queries: nn.Module | None = None,
     update_queries: nn.Module | None = None,
     eps: float = 1e-5,
@@ -52,24 +81,12 @@ def deformable_detr(
     """Build Deformable DETR: deformable attention of tokens and queries to the tokens of several levels.
 
     Args:
-        backbone, channels, options: feature maps and shared options.
-        extra_levels: number of further levels, each of half the size, computed from the last feature map.
-        encoder_points, decoder_points: sampling points per head and level.
-        box_refine: every layer refines the boxes of the previous layer, with its own heads.
-        two_stage: take queries and their boxes from the best tokens of the encoder.
-        mixed_selection: with ``two_stage`` learn the contents of the queries, see :class:`ProposalQueries`.
-        look_forward_twice: with ``box_refine`` a layer also learns from the boxes of the next one, see
-            :class:`detr_bf.transformer.Decoder`.
+        backbone, channels, options, own: feature maps, shared and own options.
         queries, update_queries, eps: of decoder and heads; by default learned queries or those of ``two_stage``.
-
-    Raises:
-        InputError: ``two_stage`` or ``look_forward_twice`` without ``box_refine``, or ``mixed_selection`` without
-            ``two_stage``, which are not defined in the papers' code.
     """
-    _check_options(box_refine, two_stage, mixed_selection, look_forward_twice)
-    levels = len(channels) + extra_levels
-    tokens_encoder = deformable_encoder(options, levels, encoder_points)
-    layers = deformable_decoder_layers(options, levels, decoder_points)
+    levels = len(channels) + own.extra_levels
+    tokens_encoder = deformable_encoder(options, levels, own.encoder_points)
+    layers = deformable_decoder_layers(options, levels, own.decoder_points)
     return Detector(
         backbone,
         tokens=level_tokens(channels, levels, options, offset=-0.5),
@@ -77,26 +94,17 @@ def deformable_detr(
         decoder=Decoder(
             layers,
             queries=queries
-            or (_proposal_queries(options, mixed_selection) if two_stage else _learned_queries(options)),
-            heads=_heads(options, box_refine, two_stage, eps),
+            or (_proposal_queries(options, own.mixed_selection) if own.two_stage else _learned_queries(options)),
+            heads=_heads(options, own.box_refine, own.two_stage, eps),
             norm=nn.LayerNorm(options.hidden_dim) if options.pre_norm else None,
             update_queries=update_queries,
-            refine=box_refine,
-            look_forward_twice=look_forward_twice,
+            refine=own.box_refine,
+            look_forward_twice=own.look_forward_twice,
             aux_loss=options.aux_loss,
         ),
         mask_head=options.mask_head,
         levels=len(channels),
     )
-
-
-def _check_options(box_refine: bool, two_stage: bool, mixed_selection: bool, look_forward_twice: bool) -> None:
-    if two_stage and not box_refine:
-        raise InputError("two_stage=true needs box_refine=true as well")
-    if look_forward_twice and not box_refine:
-        raise InputError("look_forward_twice=true needs box_refine=true as well")
-    if mixed_selection and not two_stage:
-        raise InputError("mixed_selection=true needs two_stage=true as well")
 
 
 def level_tokens(channels: Sequence[int], levels: int, options: Options, *, offset: float) -> FeatureTokens:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torchvision.ops import box_convert
 
 from detr_bf.common.devices import send, tensor_on
+from detr_bf.common.settings import setting
 from detr_bf.common.structures import PaddedTargets, Target
 
 EMPTY = -1  # label of an empty slot
@@ -27,10 +28,11 @@ DUMMY_BOX = (0.5, 0.5, 0.1, 0.1)  # object of an image in a batch without object
 class ContrastiveDenoising:
     """Settings of the denoising queries; the defaults are those of the recipes of DINO and RT-DETR."""
 
-    queries: int = 100  # approximate number of positives in the image with most objects, or 0: no denoising
+    # approximate number of positives in the image with most objects, or 0: no denoising
+    queries: int = setting("denoising.queries", 100)
     groups: int | None = None  # fixed number instead of one that follows from ``queries``
-    label_noise: float = 0.5  # see :func:`add_contrastive_noise`
-    box_noise: float = 1.0
+    label_noise: float = setting("denoising.label_noise", 0.5)  # see :func:`add_contrastive_noise`
+    box_noise: float = setting("denoising.box_noise", 1.0)
 
 
 @dataclass(frozen=True)

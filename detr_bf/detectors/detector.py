@@ -56,6 +56,7 @@ class Options:
     pre_norm: bool = False
     activation: str = "relu"
     num_queries: int = 100
+    strides: Sequence[int] | None = None  # pixels per cell of the feature maps, if known
     position_encoding: str = "sine"
     position_temperature: float = 10000.0  # lower values separate neighbouring cells better
     input_norm: bool = False  # after the input projections, for features that are not of unit size

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from detr_bf.detectors.declaration import declare
 from detr_bf.detectors.detector import (
     Detector,
     Options,
@@ -17,6 +18,7 @@ from detr_bf.detectors.detector import (
 from detr_bf.transformer import Decoder, LearnedQueries, MemoryAttention
 
 
+@declare(masks_see_boxes=False)
 def detr(backbone: nn.Module, channels: Sequence[int], options: Options) -> Detector:
     """Build DETR: multi-head attention, learned queries without reference points, boxes through a sigmoid."""
     layers = [

@@ -6,15 +6,23 @@ Shape legend: B images, R rows (streams x images), Q queries, S denoising querie
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from detr_bf.common.boxes import inverse_sigmoid
 from detr_bf.common.errors import InputError
+from detr_bf.common.settings import setting
 from detr_bf.common.structures import Outputs, Queries, QueryGroup, Target, TokenBatch
 from detr_bf.detectors.dab_detr import EPS, AnchorPosition
-from detr_bf.detectors.deformable_detr import deformable_decoder_layers, deformable_encoder, level_tokens
+from detr_bf.detectors.declaration import declare
+from detr_bf.detectors.deformable_detr import (
+    LevelOptions,
+    deformable_decoder_layers,
+    deformable_encoder,
+    level_tokens,
+)
 from detr_bf.detectors.denoising import (
     EMPTY,
     ContrastiveDenoising,
@@ -25,7 +33,6 @@ from detr_bf.detectors.denoising import (
     group_count,
 )
 from detr_bf.detectors.detector import Detector, Options, class_head, zero_init_box_head
-from detr_bf.detectors.groups import refuse_groups
 from detr_bf.detectors.two_stage import TokenProposals
 from detr_bf.transformer import Decoder, Heads, append_queries
 from detr_bf.transformer.blocks import full_precision
@@ -33,39 +40,37 @@ from detr_bf.transformer.blocks import full_precision
 DENOISING = ContrastiveDenoising()
 
 
-def dino(
-    backbone: nn.Module,
-    channels: Sequence[int],
-    options: Options,
-    *,
-    mixed_selection: bool = True,
-    layer_class_heads: bool = False,
-    layer_box_heads: bool = False,
-    token_class_head: bool = True,
-    token_box_head: bool = True,
-    denoising: ContrastiveDenoising = DENOISING,
-    label_book: int | None = None,
-    extra_levels: int = 1,
-    encoder_points: int = 4,
-    decoder_points: int = 4,
-) -> Detector:
-    """Build DINO: Deformable DETR with anchors from the encoder, look forward twice and contrastive denoising.
+@dataclass(frozen=True)
+class DinoOptions(LevelOptions):
+    """Options of DINO beside the shared ones.
 
     Args:
-        backbone, channels, options, extra_levels, encoder_points, decoder_points: as of Deformable DETR.
         mixed_selection, denoising: as of :class:`ContrastiveQueries`.
-        label_book: number of labels with an embedding (``dn_labelbook_size`` in the authors' code); None: all.
         layer_class_heads, layer_box_heads: give every decoder layer its own head instead of one for all.
         token_class_head, token_box_head: give the tokens their own head instead of that of the decoder's first layer.
+        label_book: number of labels with an embedding (``dn_labelbook_size`` in the authors' code); None: all.
+    """
+
+    mixed_selection: bool = setting("dino.mixed_selection", True)
+    layer_class_heads: bool = setting("dino.layer_class_heads", False)
+    layer_box_heads: bool = setting("dino.layer_box_heads", False)
+    token_class_head: bool = setting("dino.token_class_head", True)
+    token_box_head: bool = setting("dino.token_box_head", True)
+    denoising: ContrastiveDenoising = DENOISING
+    label_book: int | None = None
+
+
+@declare(DinoOptions, no_object=False, from_tokens=True)
+def dino(backbone: nn.Module, channels: Sequence[int], options: Options, own: DinoOptions) -> Detector:
+    """Build DINO: Deformable DETR with anchors from the encoder, look forward twice and contrastive denoising.
 
     Raises:
-        InputError: ``options.groups`` are given, or ``label_book`` is less than the number of classes.
+        InputError: ``label_book`` is less than the number of classes.
     """
-    refuse_groups(options.groups, "dino")
-    levels, dim = len(channels) + extra_levels, options.hidden_dim
-    layers = deformable_decoder_layers(options, levels, decoder_points)
-    classes = [class_head(options) for _ in range(len(layers) if layer_class_heads else 1)]
-    boxes = [zero_init_box_head(options) for _ in range(len(layers) if layer_box_heads else 1)]
+    levels, dim = len(channels) + own.extra_levels, options.hidden_dim
+    layers = deformable_decoder_layers(options, levels, own.decoder_points)
+    classes = [class_head(options) for _ in range(len(layers) if own.layer_class_heads else 1)]
+    boxes = [zero_init_box_head(options) for _ in range(len(layers) if own.layer_box_heads else 1)]
     return Detector(
         backbone,
         decoder=Decoder(
@@ -74,11 +79,11 @@ def dino(
                 options.num_queries,
                 dim,
                 options.num_logits,
-                labels=_label_embedding(options, label_book),
-                class_head=class_head(options) if token_class_head else classes[0],
-                box_head=zero_init_box_head(options) if token_box_head else boxes[0],
-                mixed_selection=mixed_selection,
-                denoising=denoising,
+                labels=_label_embedding(options, own.label_book),
+                class_head=class_head(options) if own.token_class_head else classes[0],
+                box_head=zero_init_box_head(options) if own.token_box_head else boxes[0],
+                mixed_selection=own.mixed_selection,
+                denoising=own.denoising,
             ),
             heads=Heads(classes, boxes, eps=EPS),
             norm=nn.LayerNorm(dim),
@@ -89,7 +94,7 @@ def dino(
             aux_loss=options.aux_loss,
         ),
         tokens=level_tokens(channels, levels, options, offset=0.0),
-        encoder=deformable_encoder(options, levels, encoder_points),
+        encoder=deformable_encoder(options, levels, own.encoder_points),
         mask_head=options.mask_head,
         levels=len(channels),
     )

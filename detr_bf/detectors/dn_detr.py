@@ -7,6 +7,7 @@ channels.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -14,42 +15,30 @@ from torch import Tensor, nn
 
 from detr_bf.common.boxes import inverse_sigmoid
 from detr_bf.common.devices import send
+from detr_bf.common.settings import setting
 from detr_bf.common.structures import PaddedTargets, Queries, QueryGroup, Target, TokenBatch
-from detr_bf.detectors.dab_detr import EPS, AnchorQueries, dab_detr
+from detr_bf.detectors.dab_detr import EPS, AnchorQueries, DabOptions, dab_detr
+from detr_bf.detectors.declaration import declare
 from detr_bf.detectors.detector import Detector, Options
 from detr_bf.transformer import append_queries
 
 
-def dn_detr(
-    backbone: nn.Module,
-    channels: Sequence[int],
-    options: Options,
-    *,
-    groups: int = 5,
-    label_noise: float = 0.2,
-    box_noise: float = 0.4,
-    patterns: int = 0,
-    random_points: bool = False,
-) -> Detector:
-    """Build DN-DETR: DAB-DETR that in training also restores objects from noised labels and boxes.
+@dataclass(frozen=True)
+class DnOptions(DabOptions):
+    """Options of DN-DETR beside the shared ones, see :class:`DenoisingQueries`."""
 
-    Args:
-        backbone, channels, options: feature map and shared options.
-        groups, label_noise, box_noise: as of :class:`DenoisingQueries`.
-        patterns, random_points: as of DAB-DETR.
-    """
+    groups: int = setting("denoising.groups", 5)
+    label_noise: float = setting("denoising.label_noise", 0.2)
+    box_noise: float = setting("denoising.box_noise", 0.4)
+
+
+@declare(DnOptions, no_object=False)
+def dn_detr(backbone: nn.Module, channels: Sequence[int], options: Options, own: DnOptions) -> Detector:
+    """Build DN-DETR: DAB-DETR that in training also restores objects from noised labels and boxes."""
     queries = DenoisingQueries(
-        options.num_queries,
-        options.hidden_dim,
-        num_labels=options.num_logits,
-        groups=groups,
-        label_noise=label_noise,
-        box_noise=box_noise,
-        patterns=patterns,
-        random_points=random_points,
-        further=options.groups,
+        options.num_queries, options.hidden_dim, num_labels=options.num_logits, **vars(own), further=options.groups
     )
-    return dab_detr(backbone, channels, options, queries=queries)
+    return dab_detr.build(backbone, channels, options, own, queries)
 
 
 class DenoisingQueries(AnchorQueries):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from detr_bf.common.errors import InputError
 from detr_bf.common.structures import QueryGroup
 
@@ -41,12 +39,3 @@ def query_groups(
         others = group_detr - 1
         groups.append(QueryGroup(GROUP, others * num_queries, parts=others, weight=others))
     return tuple(groups)
-
-
-def refuse_groups(groups: Sequence[QueryGroup], detector: str) -> None:
-    """Raise InputError if there are further queries, which ``detector`` does not support."""
-    if groups:
-        raise InputError(
-            f"model.name={detector} has no groups of further queries: set groups.one_to_many.queries=0 and "
-            "groups.group_detr=1, or use another detector"
-        )

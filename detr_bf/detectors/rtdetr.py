@@ -7,14 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from detr_bf.common.boxes import inverse_sigmoid
 from detr_bf.common.errors import InputError
+from detr_bf.common.settings import setting
 from detr_bf.common.structures import Queries, TokenBatch
+from detr_bf.detectors.declaration import declare
 from detr_bf.detectors.deformable_detr import DeformableMemoryAttention
 from detr_bf.detectors.denoising import EMPTY, ContrastiveDenoising, DenoisingSlots
 from detr_bf.detectors.detector import (
@@ -28,7 +29,6 @@ from detr_bf.detectors.detector import (
     zero_init_box_head,
 )
 from detr_bf.detectors.dino import DENOISING, ContrastiveQueries
-from detr_bf.detectors.groups import refuse_groups
 from detr_bf.detectors.hybrid_encoder import CrossScaleFusion, HybridEncoder, NormedConvolution
 from detr_bf.transformer import Decoder, DecoderLayer, FeatureTokens, Heads, TokenAttention
 from detr_bf.transformer.attention import DeformableAttention, MultiHeadAttention
@@ -43,40 +43,35 @@ class RtdetrOptions:
         version: 1, or 2 for the initialisation of RT-DETRv2 and its denoising of batches without objects.
         encoder_dim, encoder_feedforward_dim: widths in the hybrid encoder; None: those of the shared options.
         expansion, fusion_blocks: width and number of the RepVGG blocks of the fusion.
-        points: sampling points per head, of all levels or of each; ``discrete``: read whole cells (RT-DETRv2).
+        points: sampling points per head, of all levels or of each (RT-DETRv2).
+        sampling: ``bilinear``, or ``discrete`` to read whole cells (RT-DETRv2).
         learned_content: learned content of the queries instead of the tokens' features.
         denoising: settings of the noised objects in training.
         as_released: on maps that are not square, use the positions and the discrete sampling of the released code, and
-            count whole cells (see :class:`~detr_bf.transformer.FeatureTokens`).
-        strides: pixels per cell of the maps; None: count whole cells as well.
+            count whole cells (see :class:`~detr_bf.transformer.FeatureTokens`), as without ``options.strides``.
     """
 
     version: int = 1
-    encoder_dim: int | None = None
-    encoder_feedforward_dim: int | None = None
-    expansion: float = 1.0
-    fusion_blocks: int = 3
-    points: int | Sequence[int] = 4
-    discrete: bool = False
-    learned_content: bool = False
     denoising: ContrastiveDenoising = DENOISING
-    as_released: bool = False
-    strides: Sequence[int] | None = None
+    encoder_dim: int | None = setting("rtdetr.encoder_dim", None)
+    encoder_feedforward_dim: int | None = setting("rtdetr.encoder_feedforward_dim", None)
+    expansion: float = setting("rtdetr.expansion", 1.0)
+    fusion_blocks: int = setting("rtdetr.fusion_blocks", 3)
+    points: int | Sequence[int] = setting("rtdetr.points", 4)
+    sampling: str = setting("rtdetr.sampling", "bilinear")
+    learned_content: bool = setting("rtdetr.learned_content", False)
+    as_released: bool = setting("rtdetr.as_released", False)
 
 
-def rtdetr(backbone: nn.Module, channels: Sequence[int], options: Options, **settings: Any) -> Detector:
+@declare(RtdetrOptions, no_object=False, from_tokens=True)
+def rtdetr(backbone: nn.Module, channels: Sequence[int], options: Options, own: RtdetrOptions) -> Detector:
     """Build RT-DETR: hybrid encoder, queries from the best tokens, decoder with deformable attention.
 
-    Args:
-        backbone, channels, options: feature maps and shared options.
-        settings: fields of :class:`RtdetrOptions`.
-
     Raises:
-        InputError: ``options.groups``, another position encoding than sine, or a mask head with another ``encoder_dim``
-            than ``hidden_dim``.
+        InputError: a wrong number of points, another position encoding than sine, or a mask head with another
+            ``encoder_dim`` than ``hidden_dim``.
     """
-    own, dim, levels = RtdetrOptions(**settings), options.hidden_dim, len(channels)
-    refuse_groups(options.groups, "rtdetrv2" if own.version == 2 else "rtdetr")
+    dim, levels = options.hidden_dim, len(channels)
     width = own.encoder_dim or dim
     feedforward_dim = own.encoder_feedforward_dim or options.feedforward_dim
     inner = replace(options, hidden_dim=width, feedforward_dim=feedforward_dim, activation="gelu")
@@ -86,13 +81,13 @@ def rtdetr(backbone: nn.Module, channels: Sequence[int], options: Options, **set
         raise InputError(f"hidden_dim={width} of the encoder must be divisible by 4 for the sine encoding")
     if options.mask_head is not None and width != dim:
         raise InputError(f"encoder_dim={width} must equal hidden_dim={dim} with a mask head")
-    layers = [_decoder_layer(options, own, levels) for _ in range(options.decoder_layers)]
+    layers = [_decoder_layer(options, own, _points(own, levels)) for _ in range(options.decoder_layers)]
     return Detector(
         backbone,
         tokens=FeatureTokens(
             [NormedConvolution(count, width) for count in channels],
             None,
-            strides=None if own.as_released else own.strides,
+            strides=None if own.as_released else options.strides,
         ),
         encoder=_hybrid_encoder(inner, own, [NormedConvolution(width, dim) for _ in channels]),
         decoder=Decoder(
@@ -110,19 +105,30 @@ def rtdetr(backbone: nn.Module, channels: Sequence[int], options: Options, **set
     )
 
 
-def rtdetrv2(backbone: nn.Module, channels: Sequence[int], options: Options, **settings: Any) -> Detector:
+@declare(RtdetrOptions, no_object=False, from_tokens=True)
+def rtdetrv2(backbone: nn.Module, channels: Sequence[int], options: Options, own: RtdetrOptions) -> Detector:
     """Build RT-DETRv2; see :func:`rtdetr`."""
-    return rtdetr(backbone, channels, options, version=2, **settings)
+    return rtdetr.build(backbone, channels, options, replace(own, version=2))
 
 
-def _decoder_layer(options: Options, own: RtdetrOptions, levels: int) -> DecoderLayer:
+def _points(own: RtdetrOptions, levels: int) -> list[int]:
+    """Return the number of points of each level, which only version 2 lets differ."""
+    points = [own.points] if isinstance(own.points, int) else list(own.points)
+    if len(points) not in (1, levels):
+        raise InputError(f"points={points}: expected one number, or one for each of the {levels} levels")
+    if own.version == 1 and points != points[:1] * len(points):
+        raise InputError(f"points={points} differ between the levels: use model.name=rtdetrv2")
+    return points * levels if len(points) == 1 else points
+
+
+def _decoder_layer(options: Options, own: RtdetrOptions, points: Sequence[int]) -> DecoderLayer:
     """Build a decoder layer with the initialisation of the authors' code, in which the versions differ."""
     attention = DeformableAttention(
         options.hidden_dim,
         heads=options.heads,
-        levels=levels,
-        points=[own.points] * levels if own.version == 2 and isinstance(own.points, int) else own.points,
-        discrete=own.discrete,
+        levels=len(points),
+        points=points if own.version == 2 else points[0],
+        discrete=own.sampling == "discrete",
         released_cells=own.as_released,
     )
     self_attention = query_attention(options)

@@ -5,12 +5,16 @@ Shape legend: R rows, Q queries, S tokens, C channels, H heads, h x w cells.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from detr_bf.common.settings import setting
 from detr_bf.common.structures import Queries, TokenBatch
+from detr_bf.detectors.declaration import declare
 from detr_bf.detectors.detector import (
     Detector,
     Options,
@@ -23,36 +27,33 @@ from detr_bf.transformer import Decoder, LearnedQueries
 from detr_bf.transformer.attention import MultiHeadAttention
 from detr_bf.transformer.blocks import MLP, xavier
 
+logger = logging.getLogger(__name__)
+
 # Scales that a head predicts: none, one, one for x and one for y, and a third for their product.
 SCALES = {"type1": 0, "type2": 1, "type3": 2, "type4": 3}
 
 
-def smca(
-    backbone: nn.Module,
-    channels: Sequence[int],
-    options: Options,
-    *,
-    dynamic_scale: str = "type3",
-    smooth: float = 8.0,
-    stride: int = 32,
-) -> Detector:
-    """Build SMCA: the logits of the cross-attention are modulated by a Gaussian around a centre predicted per head.
+@dataclass(frozen=True)
+class SmcaOptions:
+    """Options of SMCA beside the shared ones."""
 
-    Args:
-        backbone, channels, options: feature map and shared options.
-        dynamic_scale: number of scales that a head predicts, see ``SCALES``.
-        smooth: divisor of the exponent.
-        stride: pixels per cell; a stride other than that of the feature map shifts the Gaussians.
-    """
-    attentions = [
-        GaussianAttention(
-            options.hidden_dim,
-            heads=options.heads,
-            dropout=options.dropout,
-            dynamic_scale=dynamic_scale,
-            smooth=smooth,
-            stride=stride,
+    dynamic_scale: str = setting("smca.dynamic_scale", "type3")  # number of scales that a head predicts, see SCALES
+    smooth: float = setting("smca.smooth", 8.0)  # divisor of the exponent
+    stride: int = setting("smca.stride", 32)  # pixels per cell; other than the feature map's: shifts the Gaussians
+
+
+@declare(SmcaOptions)
+def smca(backbone: nn.Module, channels: Sequence[int], options: Options, own: SmcaOptions) -> Detector:
+    """Build SMCA: the logits of the cross-attention are modulated by a Gaussian around a centre predicted per head."""
+    if options.strides is not None and [own.stride] != list(options.strides):
+        logger.warning(
+            "model.smca.stride=%d, but a cell of the feature map has %s pixels: set it to that, unless the weights "
+            "were trained so (the authors' code keeps 32)",
+            own.stride,
+            " and ".join(map(str, options.strides)),
         )
+    attentions = [
+        GaussianAttention(options.hidden_dim, heads=options.heads, dropout=options.dropout, **vars(own))
         for _ in range(options.decoder_layers)
     ]
     return single_level_detector(backbone, channels, options, gaussian_decoder(attentions, attentions[0].norm, options))
@@ -72,7 +73,7 @@ def gaussian_decoder(attentions: Sequence[nn.Module], first_norm: nn.LayerNorm, 
 
 
 class GaussianAttention(nn.Module):
-    """Spatially modulated multi-head attention to the memory (section 3.2); arguments as of :func:`smca`."""
+    """Spatially modulated multi-head attention to the memory (section 3.2); arguments as of :class:`SmcaOptions`."""
 
     def __init__(
         self, dim: int, *, heads: int, dropout: float, dynamic_scale: str, smooth: float, stride: float

@@ -6,14 +6,16 @@ Shape legend: R rows, Q queries, S tokens of all levels, C channels, H heads. Le
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from detr_bf.common.errors import InputError
+from detr_bf.common.settings import setting
 from detr_bf.common.structures import FeatureMap, Queries, TokenBatch, resize_mask
+from detr_bf.detectors.declaration import declare
 from detr_bf.detectors.detector import Detector, Options, encoder, position, projection
 from detr_bf.detectors.smca import Gaussian, gaussian_decoder
 from detr_bf.transformer import Encoder, FeatureTokens
@@ -27,21 +29,28 @@ SHARPNESS = (0.5, 0.5, 1.0, 2.0)  # factors of the squared distance in cells
 KERNEL = 5
 
 
-def smca_multi_scale(
-    backbone: nn.Module, widths: Sequence[int], options: Options, *, smooth: float = 8.0, strides: Sequence[int] = MAPS
-) -> Detector:
+@dataclass(frozen=True)
+class MultiScaleOptions:
+    """Options of multi-scale SMCA beside the shared ones."""
+
+    smooth: float = setting("smca.smooth", 8.0)  # divisor of the exponent
+
+
+@declare(MultiScaleOptions)
+def smca_multi_scale(backbone: nn.Module, widths: Sequence[int], options: Options, own: MultiScaleOptions) -> Detector:
     """Build multi-scale SMCA: convolutions mix four levels in the encoder; queries weight the levels they attend to.
 
     Raises:
-        InputError: the feature maps have other ``strides``, or the layers are pre-norm.
+        InputError: the feature maps have other strides, or the layers are pre-norm.
     """
+    strides = options.strides or MAPS
     if tuple(strides) != MAPS or len(widths) != len(MAPS) or options.pre_norm:
         raise InputError(
             f"strides={list(MAPS)} and pre_norm=false are required by smca_multi_scale; got {list(strides)} with "
             f"{len(widths)} feature maps, and pre_norm={str(options.pre_norm).lower()}"
         )
     attentions = [
-        MultiScaleGaussianAttention(options.hidden_dim, heads=options.heads, dropout=options.dropout, smooth=smooth)
+        MultiScaleGaussianAttention(options.hidden_dim, heads=options.heads, dropout=options.dropout, smooth=own.smooth)
         for _ in range(options.decoder_layers)
     ]
     return Detector(

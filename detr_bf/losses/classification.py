@@ -16,6 +16,7 @@ from torchvision.ops import sigmoid_focal_loss
 
 from detr_bf.common import distributed
 from detr_bf.common.errors import InputError
+from detr_bf.common.settings import setting
 
 NO_OBJECT = -1  # class of a query that should predict no object
 NOT_SUPERVISED = -2  # class of a query without a loss
@@ -112,7 +113,7 @@ class CrossEntropy:
     is averaged over the ranks unless the loss is ``local``.
     """
 
-    no_object_weight: float = 0.1
+    no_object_weight: float = setting("no_object_weight", 0.1)
     local: bool = False
     needs_quality = False
 
@@ -157,8 +158,8 @@ class Focal:
     One logit per class, none for no-object; the sum over queries and classes is divided by the number of boxes.
     """
 
-    alpha: float = 0.25
-    gamma: float = 2.0
+    alpha: float = setting("focal_alpha", 0.25)
+    gamma: float = setting("focal_gamma", 2.0)
     needs_quality = False
 
     def __post_init__(self) -> None:
@@ -205,7 +206,7 @@ class Varifocal(Focal):
     that IoU. All other logits have target 0 and the weight ``background`` x score^``gamma``.
     """
 
-    background: float = 0.75
+    background: float = setting("varifocal_background", 0.75)
     needs_quality = True
 
     def __post_init__(self) -> None:
@@ -231,7 +232,7 @@ class MatchabilityAware(Focal):
     queries and classes is divided by the number of boxes.
     """
 
-    quality_gamma: float = 1.5
+    quality_gamma: float = setting("mal_gamma", 1.5)
     needs_quality = True
 
     def __post_init__(self) -> None:
@@ -246,3 +247,11 @@ class MatchabilityAware(Focal):
         weight = torch.where(matched > 0, 1.0, logits.detach().sigmoid() ** self.quality_gamma)
         losses = F.binary_cross_entropy_with_logits(logits, target, weight=weight, reduction="none")
         return supervised(losses, classes).sum((1, 2, 3)) / num_boxes
+
+
+CLASSIFICATIONS: dict[str, type[CrossEntropy] | type[Focal]] = {
+    "cross_entropy": CrossEntropy,
+    "focal": Focal,
+    "varifocal": Varifocal,
+    "mal": MatchabilityAware,
+}

@@ -1,15 +1,22 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from detr_bf.assembly import build_criterion, build_groups, build_model, read_initial_weights
 from detr_bf.common.devices import device_of
 from detr_bf.common.errors import InputError
+from detr_bf.common.settings import setting
 from detr_bf.common.structures import Batch
 from detr_bf.config import load_config
+from detr_bf.detectors import DETECTORS, Detector, Options
+from detr_bf.detectors.declaration import declare
+from detr_bf.detectors.detr import detr
 from detr_bf.losses import CrossEntropy, Focal
 
 SMALL = [
@@ -241,3 +248,30 @@ def test_smca_warns_of_cells_of_another_size(caplog: pytest.LogCaptureFixture) -
     caplog.clear()
     build_model(load_config(None, [*settings, "model.smca.stride=16"]), num_classes=5)
     assert not caplog.text
+
+
+def test_a_detector_declares_its_options_and_needs(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A new detector needs no change outside its file: here it reads one setting of SMCA and takes no no-object."""
+
+    @dataclass(frozen=True)
+    class Own:
+        smooth: float = setting("smca.smooth", 1.0)
+        box_noise: float = setting("denoising.box_noise", 0.7)  # null in the config
+        fixed: int = 3
+
+    given = []
+
+    @declare(Own, no_object=False)
+    def novelty(backbone: nn.Module, channels: Sequence[int], options: Options, own: Own) -> Detector:
+        given.append((own, options.strides))
+        return detr.build(backbone, channels, options)
+
+    monkeypatch.setitem(DETECTORS, "novelty", novelty)
+    settings = [*SMALL, "model.name=novelty", "model.smca.smooth=5", "model.smca.stride=16"]
+    with pytest.raises(InputError, match=r"model.name=novelty needs class scores without no-object"):
+        build_model(load_config(None, settings), 3)
+    build_model(load_config(None, [*settings, "loss.classification=focal"]), 3)
+    assert given == [(Own(smooth=5.0), (32,))]
+    assert "model.name=novelty does not use model.smca.stride\n" in caplog.text

@@ -219,7 +219,7 @@ def test_conditional_detr_compares_places_in_one_encoding() -> None:
 
 def test_multi_scale_smca_needs_its_own_strides() -> None:
     with pytest.raises(InputError, match=r"strides=\[8, 16, 32\].*got \[4, 8, 16\]"):
-        DETECTORS["smca_multi_scale"][1](nn.Identity(), [3, 3, 3], _options(), strides=[4, 8, 16])
+        DETECTORS["smca_multi_scale"][1](nn.Identity(), [3, 3, 3], replace(_options(), strides=[4, 8, 16]))
 
 
 @pytest.mark.parametrize("name", [name for name in DETECTORS if isinstance(model(name).decoder.queries, AnchorQueries)])

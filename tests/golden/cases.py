@@ -243,7 +243,7 @@ def rtdetr_settings(cfg: dict[str, Any]) -> dict[str, Any]:
         "expansion": cfg["expansion"],
         "fusion_blocks": round(3 * cfg["depth_mult"]),
         "points": cfg["dec_n_points"],
-        "discrete": cfg.get("cross_attn_method") == "discrete",
+        "sampling": "discrete" if cfg.get("cross_attn_method") == "discrete" else "bilinear",
         "learned_content": cfg["learnt_init_query"],
         "denoising": ContrastiveDenoising(
             queries=cfg["num_denoising"], label_noise=cfg["label_noise_ratio"], box_noise=cfg["box_noise_scale"]

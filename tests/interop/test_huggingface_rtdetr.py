@@ -86,7 +86,7 @@ def ours(case: str) -> Detector:
         encoder_feedforward_dim=24,
         expansion=expansion,
         points=POINTS,
-        discrete=method == "discrete",
+        sampling="discrete" if method == "discrete" else "bilinear",
     ).eval()
 
 

@@ -1,0 +1,53 @@
+"""Declaration of a detector beside its builder: its own options and its needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from detr_bf.common.errors import InputError
+from detr_bf.common.settings import settings_of
+from detr_bf.detectors.detector import Detector, Options
+
+
+@dataclass(frozen=True)
+class DetectorKind:
+    """Detector that is called as ``(backbone, channels of its feature maps, options, **own options)``.
+
+    Args:
+        build: builder, called with the shared options and, if there are any, the detector's own.
+        own: dataclass of its own options, whose fields name their settings under ``model``.
+        no_object: its class scores may contain no-object; not if it ranks tokens by class or draws classes as noise.
+        from_tokens: its queries are the best tokens of the encoder, without groups of further queries.
+        masks_see_boxes: its mask head reads the boxes of the queries.
+    """
+
+    build: Callable[..., Detector]
+    own: type | None = None
+    no_object: bool = True
+    from_tokens: bool = False
+    masks_see_boxes: bool = True
+
+    @property
+    def settings(self) -> list[str]:
+        """Settings under ``model`` that it reads beside the shared ones."""
+        return settings_of(self.own) if self.own else []
+
+    def __call__(self, backbone: nn.Module, channels: Sequence[int], options: Options, **own: Any) -> Detector:
+        if self.from_tokens and options.groups:
+            raise InputError(
+                f"model.name={self.build.__name__} has no groups of further queries: set groups.one_to_many.queries=0 "
+                "and groups.group_detr=1, or use another detector"
+            )
+        if self.own is None:
+            return self.build(backbone, channels, options, **own)
+        return self.build(backbone, channels, options, self.own(**own))
+
+
+def declare(own: type | None = None, **needs: Any) -> Callable[[Callable[..., Detector]], DetectorKind]:
+    """Decorate the builder of a detector with the fields of :class:`DetectorKind`."""
+    return partial(DetectorKind, own=own, **needs)
