@@ -41,7 +41,7 @@ CELL_FORMAT = "detr_bf cell 1"
 EXPERIMENT_FORMAT = "detr_bf experiment 1"
 NOT_COMPARED = (  # settings without influence on what a run learns and on its metrics
     *("data.check", "data.root", "data.workers", "eval.loss", "eval.picture_threshold", "eval.pictures"),
-    *("train.loggers", "train.tensorboard"),  # the latter is in committed records, from before there were loggers
+    "train.loggers",
 )
 _MAX_BYTES = 2**30  # of a record
 
@@ -243,7 +243,7 @@ def _json(path: Path) -> dict[str, Any]:
 def changed_settings(one: Mapping[str, Any], other: Mapping[str, Any], ignored: Sequence[str] = ()) -> list[str]:
     """Return the keys whose values differ, without those that have no influence on a run, sorted.
 
-    A key that one side lacks, because its record is older than the setting, has its default there.
+    A setting that was added to the program after a record was written has its default value there.
     """
     keys = ({*one} | {*other}) - {*NOT_COMPARED, *ignored}
     if one.get("data.transforms.square") and other.get("data.transforms.square"):
@@ -254,7 +254,7 @@ def changed_settings(one: Mapping[str, Any], other: Mapping[str, Any], ignored: 
 
 @lru_cache
 def _defaults(task: str) -> dict[str, Any]:
-    """Return what a record without the setting means by it, for every setting of a task; none for an unknown one."""
+    """Return the defaults of all settings of a task, no settings for an unknown task."""
     try:
         return flat_settings(config_from_dict({"task": task}))
     except InputError:

@@ -81,8 +81,6 @@ def load_checkpoint(path: Path) -> Checkpoint:
     """
     content = read_torch(path, own=True)
     expected = set(Checkpoint.__dataclass_fields__)
-    if isinstance(content, dict):
-        content = {"thresholds": None, **content}  # files before thresholds were stored
     if not isinstance(content, dict) or set(content) != expected:
         found = listed(sorted(map(str, content))) if isinstance(content, dict) else f"a {type(content).__name__}"
         raise InputError(
@@ -145,11 +143,11 @@ def _check_training(training: Mapping[Any, Any], path: Path) -> None:
     progress = _mapping(training.get("progress"), "training.progress", path)
     steps: Any = [progress.get("step"), progress.get("evaluated_step")]
     numbers = all(value is None or _is_number(value) for value in progress.values())
-    place: Any = [progress.get("epoch", 0), progress.get("images", 0)]
-    counts = _is_list_of([*steps, *place], int) and all(0 <= count <= _MAX_STEPS for count in (*steps, *place))
-    if not (counts and numbers and steps[1] <= steps[0]):
+    counts: Any = [*steps, progress.get("epoch"), progress.get("images")]
+    valid = numbers and _is_list_of(counts, int) and all(0 <= count <= _MAX_STEPS for count in counts)
+    if not (valid and steps[1] <= steps[0]):
         raise _malformed(path, "training.progress", "numbers, among them 'step' and 'evaluated_step'")
-    for split, found in _mapping(training.get("data", {}), "training.data", path).items():
+    for split, found in _mapping(training.get("data"), "training.data", path).items():
         _mapping(found, f"training.data.{split}", path)
     if not _is_list_of([training.get("averaged")], int):
         raise _malformed(path, "training.averaged", "a number of steps")
