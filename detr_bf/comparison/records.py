@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from detr_bf.common.errors import InputError
-from detr_bf.common.files import read_json, read_records, write_json
+from detr_bf.common.files import is_number, read_json, read_records, write_json
 from detr_bf.common.text import listed, printable
 from detr_bf.comparison.experiment import (
     ARM_NAME,
@@ -184,20 +183,16 @@ def _is_cell(record: Mapping[str, Any]) -> bool:
     return (
         ARM_NAME.fullmatch(record["arm"]) is not None
         and all(type(value) is int and value >= 0 for value in (record["seed"], record["fold"] or 0, *counts))
-        and all(_is_number(value) for point in points for value in point)
+        and all(is_number(value) for point in points for value in point)
         and all(isinstance(split["sha256"], str) for split in splits)
         and all(isinstance(record[key], dict) for key in ("settings", "machine", "table"))
         and all(isinstance(value, str) for value in (*record["machine"].values(), record["table"]["kind"]))
         and all(
-            value is None or _is_number(value)
+            value is None or is_number(value)
             for tree in (record["metrics"], record["cost"], *(point["metrics"] for point in record["curve"]))
             for value in tree.values()
         )
     )
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)
 
 
 def _read_description(path: Path) -> dict[str, Any]:

@@ -11,7 +11,8 @@ import posixpath
 import re
 import unicodedata
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import PurePosixPath, PureWindowsPath
 from urllib.parse import unquote
 
@@ -50,6 +51,11 @@ def path_ends(path: str) -> Iterator[str]:
             yield decoded
 
 
+def longest_end(path: str, file_of: Callable[[str], str | None]) -> str | None:
+    """Return the file of the longest end of a path for which ``file_of`` returns one, else None."""
+    return next((name for end in path_ends(path) if (name := file_of(end)) is not None), None)
+
+
 def leads_out(path: str) -> bool:
     """Return True for an absolute path and for one with ``..``, of this system or of Windows."""
     return any(kind(path).is_absolute() or ".." in kind(path).parts for kind in (PurePosixPath, PureWindowsPath))
@@ -76,9 +82,8 @@ class PathIndex:
         """
         plain = path.replace("\\", "/")
         for form in dict.fromkeys((path, plain, unquote(plain), LEADING_OUT.sub("", plain))):
-            for folder in folders:
-                if (found := self._named(posixpath.normpath(posixpath.join(folder, form)))) is not None:
-                    return found
+            if (name := self._below(folders, form)) is not None:
+                return name
         return None
 
     def find_all(self, paths: Sequence[str], folders: Sequence[str] = ("",)) -> list[str | None]:
@@ -93,7 +98,7 @@ class PathIndex:
         found = [self.find(path, folders) for path in paths]
         if any(name is not None for name in found):
             return found
-        found = [self._longest_end(path, folders) for path in paths]
+        found = [longest_end(path, partial(self._below, folders)) for path in paths]
         given: dict[str, str] = {}
         for path, name in zip(paths, found, strict=True):
             if name is not None and given.setdefault(name, path) != path:
@@ -103,9 +108,9 @@ class PathIndex:
                 )
         return found
 
-    def _longest_end(self, path: str, folders: Sequence[str]) -> str | None:
-        ends = (posixpath.join(folder, end) for end in path_ends(path) for folder in folders)
-        return next((found for end in ends if (found := self._named(end)) is not None), None)
-
-    def _named(self, name: str) -> str | None:
-        return name if name in self._names else self._by_key.get(path_key(name))
+    def _below(self, folders: Sequence[str], path: str) -> str | None:
+        """Return the file that has the path relative to the first possible folder, None without one."""
+        for name in (posixpath.normpath(posixpath.join(folder, path)) for folder in folders):
+            if (file := name if name in self._names else self._by_key.get(path_key(name))) is not None:
+                return file
+        return None
