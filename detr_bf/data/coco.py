@@ -60,10 +60,10 @@ _KINDS = {"file_name": (str, "a string"), "segments_info": (list, "a list")}  # 
 
 @dataclass(frozen=True, eq=False)
 class CocoAnnotations:
-    """Unchanged lists of a COCO file whose form :func:`read_annotations` has checked, or the same of another form.
+    """Images, annotations and categories of a COCO file, or of a data set of another format converted to COCO.
 
-    Those of a large file are :class:`Entries`, whose dictionaries are made when they are read. The ``annotations`` of a
-    panoptic file are its segments (:func:`flat_annotations`).
+    :func:`read_annotations` has checked them. Those of a large file are :class:`Entries`, whose dictionaries are made
+    when they are read. The ``annotations`` of a panoptic file are its segments (:func:`flat_annotations`).
     """
 
     path: Path  # for messages

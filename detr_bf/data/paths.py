@@ -2,7 +2,8 @@
 
 Exported annotations have paths of another machine (``/home/ann/pets/images/a.jpg``, ``..\\..\\upload\\4\\a.png``), a
 suffix in another case, or letters in another Unicode form (macOS separates accents from letters). A path that does not
-exist means the file under its longest end. Only files inside the given folder are found.
+exist means the file that has its longest end (``pets/images/a.jpg``, then ``images/a.jpg``, then ``a.jpg``). Only files
+inside the given folder are found.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ def path_key(path: str) -> str:
 
 def path_spellings(path: str) -> Iterator[str]:
     """Yield a path, and the common paths with the same :func:`path_key`."""
-    found = [path]
+    spellings = [path]
     for form in ("NFC", "NFD"):
         stem, suffix = posixpath.splitext(unicodedata.normalize(form, path))
-        found += [stem + suffix, stem + suffix.lower(), stem + suffix.upper()]
-    yield from dict.fromkeys(found)
+        spellings += [stem + suffix, stem + suffix.lower(), stem + suffix.upper()]
+    yield from dict.fromkeys(spellings)
 
 
 def path_ends(path: str) -> Iterator[str]:
@@ -89,8 +90,8 @@ class PathIndex:
     def find_all(self, paths: Sequence[str], folders: Sequence[str] = ("",)) -> list[str | None]:
         """Return the files of all paths of a list, None for a path without file.
 
-        If not one of the paths exists, they are those of another machine: each then means the file under its longest
-        end below one of the folders.
+        If not one of the paths exists, they are those of another machine: each then means the file below one of
+        the folders that has its longest end.
 
         Raises:
             InputError: two different paths of another machine would be the same file.
