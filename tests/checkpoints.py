@@ -22,6 +22,7 @@ def training(step: int = 4, parameter: nn.Parameter | None = None) -> dict[str, 
         "optimizer": optimizer.state_dict(),
         "scaler": {},
         "progress": asdict(Progress(step=step, best_score=0.25)),
+        "data": {},
         "rng": [rng_state()],
         "averaged": 0,
     }

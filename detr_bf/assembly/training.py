@@ -99,7 +99,7 @@ def changed_splits(
     """
     if resume_from is None:
         return set()
-    before: Mapping[str, Any] = resume_from.state_to_resume(str(folder.last)).get("data", {})
+    before: Mapping[str, Any] = resume_from.state_to_resume(str(folder.last))["data"]
     changed = {split: before[split] for split in data if split in before and data[split] != before[split]}
     described = [
         f"data.{split} had {_counted(was)}, has {_counted(data[split])}"
@@ -130,7 +130,7 @@ def warn_of_other_division(val: Mapping[str, Any], checkpoint: Checkpoint, sourc
     Args:
         val: fingerprint of the validation data.
     """
-    before = (checkpoint.training or {}).get("data", {}).get("val", val)
+    before = checkpoint.training["data"].get("val", val) if checkpoint.training else val
     if before["files"] != val["files"]:
         logger.warning(
             "data.val_fraction or data.folds leave other images for validation (%s) than when %s was trained (%s): it "

@@ -11,6 +11,7 @@ import os
 import pickle
 import re
 import stat
+import sys
 import tempfile
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -299,6 +300,11 @@ def read_json(path: str | Path, limit: int = MAX_JSON_BYTES) -> Any:
         return json.loads(data)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+
+
+def is_number(value: object, lowest: float = -sys.float_info.max, highest: float = sys.float_info.max) -> bool:
+    """Return True for a number of a file (not a bool, not NaN) between the bounds, by default a finite one."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and lowest <= value <= highest
 
 
 def read_torch(path: str | Path, *, own: bool = False) -> Any:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from detr_bf.common.errors import InputError
-from detr_bf.common.files import read_json, read_records, write_json
+from detr_bf.common.files import is_number, read_json, read_records, write_json
 from detr_bf.common.text import listed, printable
 from detr_bf.comparison.experiment import (
     ARM_NAME,
@@ -41,7 +40,7 @@ CELL_FORMAT = "detr_bf cell 1"
 EXPERIMENT_FORMAT = "detr_bf experiment 1"
 NOT_COMPARED = (  # settings without influence on what a run learns and on its metrics
     *("data.check", "data.root", "data.workers", "eval.loss", "eval.picture_threshold", "eval.pictures"),
-    *("train.loggers", "train.tensorboard"),  # the latter is in committed records, from before there were loggers
+    "train.loggers",
 )
 _MAX_BYTES = 2**30  # of a record
 
@@ -184,20 +183,16 @@ def _is_cell(record: Mapping[str, Any]) -> bool:
     return (
         ARM_NAME.fullmatch(record["arm"]) is not None
         and all(type(value) is int and value >= 0 for value in (record["seed"], record["fold"] or 0, *counts))
-        and all(_is_number(value) for point in points for value in point)
+        and all(is_number(value) for point in points for value in point)
         and all(isinstance(split["sha256"], str) for split in splits)
         and all(isinstance(record[key], dict) for key in ("settings", "machine", "table"))
         and all(isinstance(value, str) for value in (*record["machine"].values(), record["table"]["kind"]))
         and all(
-            value is None or _is_number(value)
+            value is None or is_number(value)
             for tree in (record["metrics"], record["cost"], *(point["metrics"] for point in record["curve"]))
             for value in tree.values()
         )
     )
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)
 
 
 def _read_description(path: Path) -> dict[str, Any]:
@@ -243,7 +238,7 @@ def _json(path: Path) -> dict[str, Any]:
 def changed_settings(one: Mapping[str, Any], other: Mapping[str, Any], ignored: Sequence[str] = ()) -> list[str]:
     """Return the keys whose values differ, without those that have no influence on a run, sorted.
 
-    A key that one side lacks, because its record is older than the setting, has its default there.
+    A setting that was added to the program after a record was written has its default value there.
     """
     keys = ({*one} | {*other}) - {*NOT_COMPARED, *ignored}
     if one.get("data.transforms.square") and other.get("data.transforms.square"):
@@ -254,7 +249,7 @@ def changed_settings(one: Mapping[str, Any], other: Mapping[str, Any], ignored: 
 
 @lru_cache
 def _defaults(task: str) -> dict[str, Any]:
-    """Return what a record without the setting means by it, for every setting of a task; none for an unknown one."""
+    """Return the defaults of all settings of a task, no settings for an unknown task."""
     try:
         return flat_settings(config_from_dict({"task": task}))
     except InputError:

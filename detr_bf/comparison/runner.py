@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -69,10 +69,10 @@ def _is_finished(experiment: Experiment, folder: ExperimentFolder, cell: Experim
     return run.evaluation.exists() and not run.in_use()
 
 
-def _check_settings(experiment: Experiment, cell: ExperimentCell, path: Path, found: Mapping[str, Any]) -> None:
+def _check_settings(experiment: Experiment, cell: ExperimentCell, path: Path, stored: Mapping[str, Any]) -> None:
     asked = experiment.settings(cell)
-    if changed := changed_settings(asked, found):
-        shown = [f"{key}: {found.get(key)} there, {asked.get(key)} now" for key in changed]
+    if changed := changed_settings(asked, stored):
+        shown = [f"{key}: {stored.get(key)} there, {asked.get(key)} now" for key in changed]
         raise InputError(
             f"{printable(path)} has other settings than the experiment ({listed(shown)}): restore them, or give "
             "another folder with --output DIR"
@@ -235,7 +235,9 @@ class CellRunner:
         """
         self._waiting = list(cells)
         total = len(self.experiment.cells())
-        self._learn_durations()
+        for cell in self.experiment.cells():
+            if self.folder.record(cell).exists():
+                self._seconds[cell.arm].append(read_cell(self.folder.record(cell))["cost"]["train_seconds"])
         with (
             DeferredSignals() as signals,
             progress_bar(total=total, initial=total - len(cells), desc="comparison", bar_format=_LAYOUT) as bar,
@@ -299,7 +301,8 @@ class CellRunner:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # Ctrl-C reaches the runner alone, which passes it on
             )
-        return _Running(cell, process, size, self._share_done(cell))
+        share_done = _share(self.experiment.configs[cell.arm], _last_records(self.folder.run(cell)).get("train"))
+        return _Running(cell, process, size, share_done)
 
     def _end(self, running: _Running) -> None:
         cell, code = running.cell, running.process.returncode
@@ -349,27 +352,14 @@ class CellRunner:
         for running in self._running:
             running.process.wait()
         self._running.clear()
-        done = len(self.experiment.cells()) - len([*self._remaining()])
+        done = sum(self.folder.record(cell).exists() for cell in self.experiment.cells())
         raise Interrupted(
             number,
             f"stopped: {done} of {len(self.experiment.cells())} cells are finished, the running ones are saved. "
             "Continue with the same command.",
         )
 
-    def _remaining(self) -> Iterator[ExperimentCell]:
-        return (cell for cell in self.experiment.cells() if not self.folder.record(cell).exists())
-
     # Progress.
-
-    def _learn_durations(self) -> None:
-        """Read the time of the steps of finished cells."""
-        for cell in self.experiment.cells():
-            if self.folder.record(cell).exists():
-                self._seconds[cell.arm].append(read_cell(self.folder.record(cell))["cost"]["train_seconds"])
-
-    def _share_done(self, cell: ExperimentCell) -> float:
-        """Return the share of the steps that a run has done, as its metrics say, from 0 to 1."""
-        return _share(self.experiment.configs[cell.arm], _last_records(self.folder.run(cell)).get("train"))
 
     def _show(self, bar: Any) -> None:
         """Refresh the progress line: once a second on a terminal, every half minute in a log."""

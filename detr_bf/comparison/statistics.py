@@ -23,7 +23,7 @@ _SAMPLED_SIGNS = 100_000
 class Estimate:
     """Mean with the standard error and the degrees of freedom of its Student's t distribution.
 
-    The standard error is None if the values do not tell it.
+    The standard error is None if it cannot be estimated, for example from a single value.
     """
 
     mean: float

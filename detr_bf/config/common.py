@@ -175,12 +175,11 @@ def arguments() -> Any:
 
 def factors() -> Any:
     """Return a field for factors by name, by default empty."""
-    rule = Rule(f"names with factors from 0 to {_written(LARGE)}", lambda by_name: _are_factors(by_name))
+    rule = Rule(
+        f"names with factors from 0 to {_written(LARGE)}",
+        lambda by_name: all(0 <= factor <= LARGE for factor in by_name.values()),
+    )
     return field(default_factory=dict, **rule.field)
-
-
-def _are_factors(by_name: dict[str, float]) -> bool:
-    return all(0 <= factor <= LARGE for factor in by_name.values())
 
 
 def python_files() -> Any:

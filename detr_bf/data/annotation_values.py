@@ -15,12 +15,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from detr_bf.common.files import is_number
 from detr_bf.data.columns import INT, JSON, Entries
 
 MAX_ID = 256**3 - 1  # of a segment: three bytes in a PNG
 BOX_ROUNDING = 1.0  # pixels by which a box may exceed its image: neither told nor, in evaluation, clipped
 MAX_INT = 2**63 - 1  # an int64, the largest id that the evaluation engines read
-_LARGEST = 1e9  # pixels of a coordinate
+LARGEST = 1e9  # pixels of a coordinate
 _LARGEST_AREA = 1e10  # pixels; upper limit of COCO's evaluation
 _LONGEST_NAME = 255  # bytes; limit of nearly every file system
 _MOST_BOXES = 100_000  # from which the unit of the boxes is told
@@ -54,11 +55,6 @@ def value_text(value: object) -> str:
     return _text.repr(value)
 
 
-def is_number(value: object, lowest: float = -_LARGEST, highest: float = _LARGEST) -> bool:
-    """Return True for a number (not a bool, not NaN) between the bounds."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and lowest <= value <= highest
-
-
 def is_id(value: object, lowest: int = 0, highest: int = MAX_INT) -> bool:
     """Return True for an integer (not a bool) between the bounds."""
     return isinstance(value, int) and not isinstance(value, bool) and lowest <= value <= highest
@@ -66,7 +62,7 @@ def is_id(value: object, lowest: int = 0, highest: int = MAX_INT) -> bool:
 
 def is_box(bbox: object) -> bool:
     """Return True for a list of four finite numbers."""
-    return isinstance(bbox, list) and len(bbox) == 4 and all(map(is_number, bbox))
+    return isinstance(bbox, list) and len(bbox) == 4 and all(is_number(value, -LARGEST, LARGEST) for value in bbox)
 
 
 def box_of(annotation: Mapping[str, Any]) -> list[float]:
@@ -74,7 +70,7 @@ def box_of(annotation: Mapping[str, Any]) -> list[float]:
     bbox = annotation.get("bbox")
     if not is_box(bbox):
         raise ValueError(
-            f"bbox {value_text(bbox)}, expected four finite numbers x, y, width, height, none beyond {_LARGEST:.0e}"
+            f"bbox {value_text(bbox)}, expected four finite numbers x, y, width, height, none beyond {LARGEST:.0e}"
         )
     return list(bbox)  # type: ignore[arg-type]
 
@@ -141,7 +137,7 @@ def suspect_boxes(annotations: Entries) -> np.ndarray:
     boxes = annotations.boxes
     if boxes is None:
         return np.ones(len(annotations), dtype=bool)
-    return np.logical_not(((boxes >= -_LARGEST) & (boxes <= _LARGEST)).all(axis=1))
+    return np.logical_not(((boxes >= -LARGEST) & (boxes <= LARGEST)).all(axis=1))
 
 
 def suspect_copies(annotations: Entries) -> np.ndarray:

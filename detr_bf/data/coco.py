@@ -21,16 +21,16 @@ from torchvision.ops import box_convert, clip_boxes_to_image, masks_to_boxes
 from torchvision.tv_tensors import BoundingBoxes, BoundingBoxFormat, Image, Mask
 
 from detr_bf.common.errors import InputError, prefix_errors
-from detr_bf.common.files import MAX_JSON_BYTES, file_size, is_folder, read_json
+from detr_bf.common.files import MAX_JSON_BYTES, file_size, is_folder, is_number, read_json
 from detr_bf.common.structures import ClassMap, Target
 from detr_bf.common.text import printable
 from detr_bf.data.annotation_values import (
+    LARGEST,
     MAX_INT,
     annotation_values,
     crowd_mask,
     is_crowd,
     is_id,
-    is_number,
     png_name,
     segment_id,
     suspect_areas,
@@ -60,10 +60,10 @@ _KINDS = {"file_name": (str, "a string"), "segments_info": (list, "a list")}  # 
 
 @dataclass(frozen=True, eq=False)
 class CocoAnnotations:
-    """Unchanged lists of a COCO file whose form :func:`read_annotations` has checked, or the same of another form.
+    """Images, annotations and categories of a COCO file, or of a data set of another format converted to COCO.
 
-    Those of a large file are :class:`Entries`, whose dictionaries are made when they are read. The ``annotations`` of a
-    panoptic file are its segments (:func:`flat_annotations`).
+    :func:`read_annotations` has checked them. Those of a large file are :class:`Entries`, whose dictionaries are made
+    when they are read. The ``annotations`` of a panoptic file are its segments (:func:`flat_annotations`).
     """
 
     path: Path  # for messages
@@ -176,7 +176,7 @@ def annotated_size(image: Mapping[str, Any]) -> tuple[int, int] | None:
     height, width = image.get("height"), image.get("width")
     if height is None or width is None:
         return None
-    if not (is_number(height, 0) and is_number(width, 0)):
+    if not (is_number(height, 0, LARGEST) and is_number(width, 0, LARGEST)):
         raise InputError(
             f"image {image['id']} has height {value_text(height)} and width {value_text(width)}, expected numbers of "
             "pixels"
@@ -195,7 +195,7 @@ def annotated_sizes(images: Sequence[Mapping[str, Any]]) -> Sequence[tuple[int, 
         known = ~(images.is_none("height") | images.is_none("width"))
         valid = images.is_number("height") & images.is_number("width")
         for side in sides:
-            valid &= (side >= 0) & (side <= 1e9)
+            valid &= (side >= 0) & (side <= LARGEST)
         if not (known & ~valid).any():
             sizes = np.stack([side.astype(np.int32) for side in sides], axis=1)
             sizes[~known] = -1

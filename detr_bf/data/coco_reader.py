@@ -6,18 +6,17 @@ the file is read with json, for its result or its message.
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from msgspec.structs import astuple
 
+from detr_bf.common.devices import without_garbage_collection
 from detr_bf.common.progress import progress_bar
 from detr_bf.data.columns import INT, TEXT, BoxBuilder, BoxColumn, Column, ColumnBuilder, ColumnStore, UnsupportedError
 
@@ -48,7 +47,7 @@ def decode_columns(path: Path) -> ColumnStore:
         before = os.fstat(handle)
         name = f"reading {path.name}"
         bar = progress_bar(total=before.st_size, unit="B", unit_scale=True, desc=name, leave=False)
-        with bar, _without_gc():
+        with bar, without_garbage_collection():
             store = _Document(handle, bar.update).read()
         after = os.fstat(handle)
         if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
@@ -58,18 +57,6 @@ def decode_columns(path: Path) -> ColumnStore:
         raise UnsupportedError(str(error) or type(error).__name__) from error
     finally:
         os.close(handle)
-
-
-@contextmanager
-def _without_gc() -> Iterator[None]:
-    """Switch the search for cycles off: it would visit every new list, and there are none."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 class _Document:

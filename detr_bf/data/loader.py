@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.process import BaseProcess
@@ -12,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from detr_bf.acceleration.allocator import release_freed_memory
+from detr_bf.common.devices import without_garbage_collection
 from detr_bf.common.errors import InputError
 from detr_bf.data.batches import SampleKey
 from detr_bf.data.workers import (
@@ -46,18 +46,13 @@ class BatchLoader(DataLoader[BatchT]):
         if self.num_workers:
             end_unguarded()
             release_freed_memory()
-        with _STARTING:
-            collects = gc.isenabled()
-            gc.disable()  # until start_worker in the workers
+        with _STARTING, without_garbage_collection():  # in the workers until start_worker
             try:
                 batches = super().__iter__()
             except (ConnectionError, EOFError):  # a worker ended before it had got its data set
                 if start_method() == "fork":
                     raise
                 raise InputError(GUARD) from None
-            finally:
-                if collects:
-                    gc.enable()
         workers: Sequence[BaseProcess] = batches._workers if self.num_workers else ()  # type: ignore[attr-defined]
         try:
             for _ in range(len(self)):

@@ -2,7 +2,8 @@
 
 Exported annotations have paths of another machine (``/home/ann/pets/images/a.jpg``, ``..\\..\\upload\\4\\a.png``), a
 suffix in another case, or letters in another Unicode form (macOS separates accents from letters). A path that does not
-exist means the file under its longest end. Only files inside the given folder are found.
+exist means the file that has its longest end (``pets/images/a.jpg``, then ``images/a.jpg``, then ``a.jpg``). Only files
+inside the given folder are found.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import posixpath
 import re
 import unicodedata
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import PurePosixPath, PureWindowsPath
 from urllib.parse import unquote
 
@@ -29,11 +31,11 @@ def path_key(path: str) -> str:
 
 def path_spellings(path: str) -> Iterator[str]:
     """Yield a path, and the common paths with the same :func:`path_key`."""
-    found = [path]
+    spellings = [path]
     for form in ("NFC", "NFD"):
         stem, suffix = posixpath.splitext(unicodedata.normalize(form, path))
-        found += [stem + suffix, stem + suffix.lower(), stem + suffix.upper()]
-    yield from dict.fromkeys(found)
+        spellings += [stem + suffix, stem + suffix.lower(), stem + suffix.upper()]
+    yield from dict.fromkeys(spellings)
 
 
 def path_ends(path: str) -> Iterator[str]:
@@ -48,6 +50,11 @@ def path_ends(path: str) -> Iterator[str]:
         decoded = unquote(end).lstrip("/")
         if decoded != end and ".." not in decoded.split("/"):
             yield decoded
+
+
+def longest_end(path: str, file_of: Callable[[str], str | None]) -> str | None:
+    """Return the file of the longest end of a path for which ``file_of`` returns one, else None."""
+    return next((name for end in path_ends(path) if (name := file_of(end)) is not None), None)
 
 
 def leads_out(path: str) -> bool:
@@ -76,16 +83,15 @@ class PathIndex:
         """
         plain = path.replace("\\", "/")
         for form in dict.fromkeys((path, plain, unquote(plain), LEADING_OUT.sub("", plain))):
-            for folder in folders:
-                if (found := self._named(posixpath.normpath(posixpath.join(folder, form)))) is not None:
-                    return found
+            if (name := self._below(folders, form)) is not None:
+                return name
         return None
 
     def find_all(self, paths: Sequence[str], folders: Sequence[str] = ("",)) -> list[str | None]:
         """Return the files of all paths of a list, None for a path without file.
 
-        If not one of the paths exists, they are those of another machine: each then means the file under its longest
-        end below one of the folders.
+        If not one of the paths exists, they are those of another machine: each then means the file below one of
+        the folders that has its longest end.
 
         Raises:
             InputError: two different paths of another machine would be the same file.
@@ -93,7 +99,7 @@ class PathIndex:
         found = [self.find(path, folders) for path in paths]
         if any(name is not None for name in found):
             return found
-        found = [self._longest_end(path, folders) for path in paths]
+        found = [longest_end(path, partial(self._below, folders)) for path in paths]
         given: dict[str, str] = {}
         for path, name in zip(paths, found, strict=True):
             if name is not None and given.setdefault(name, path) != path:
@@ -103,9 +109,9 @@ class PathIndex:
                 )
         return found
 
-    def _longest_end(self, path: str, folders: Sequence[str]) -> str | None:
-        ends = (posixpath.join(folder, end) for end in path_ends(path) for folder in folders)
-        return next((found for end in ends if (found := self._named(end)) is not None), None)
-
-    def _named(self, name: str) -> str | None:
-        return name if name in self._names else self._by_key.get(path_key(name))
+    def _below(self, folders: Sequence[str], path: str) -> str | None:
+        """Return the file that has the path relative to the first possible folder, None without one."""
+        for name in (posixpath.normpath(posixpath.join(folder, path)) for folder in folders):
+            if (file := name if name in self._names else self._by_key.get(path_key(name))) is not None:
+                return file
+        return None

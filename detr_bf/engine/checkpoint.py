@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from detr_bf.common import distributed
 from detr_bf.common.errors import InputError, prefix_errors
-from detr_bf.common.files import atomic_write, check_weights, read_torch
+from detr_bf.common.files import atomic_write, check_weights, is_number, read_torch
 from detr_bf.common.structures import ClassMap
 from detr_bf.common.text import listed, printable
 from detr_bf.evaluation import ScoreThresholds
@@ -81,8 +82,6 @@ def load_checkpoint(path: Path) -> Checkpoint:
     """
     content = read_torch(path, own=True)
     expected = set(Checkpoint.__dataclass_fields__)
-    if isinstance(content, dict):
-        content = {"thresholds": None, **content}  # files before thresholds were stored
     if not isinstance(content, dict) or set(content) != expected:
         found = listed(sorted(map(str, content))) if isinstance(content, dict) else f"a {type(content).__name__}"
         raise InputError(
@@ -144,12 +143,12 @@ def _check_training(training: Mapping[Any, Any], path: Path) -> None:
     _mapping(training.get("scaler"), "training.scaler", path)
     progress = _mapping(training.get("progress"), "training.progress", path)
     steps: Any = [progress.get("step"), progress.get("evaluated_step")]
-    numbers = all(value is None or _is_number(value) for value in progress.values())
-    place: Any = [progress.get("epoch", 0), progress.get("images", 0)]
-    counts = _is_list_of([*steps, *place], int) and all(0 <= count <= _MAX_STEPS for count in (*steps, *place))
-    if not (counts and numbers and steps[1] <= steps[0]):
+    numbers = all(value is None or is_number(value, -math.inf, math.inf) for value in progress.values())
+    counts: Any = [*steps, progress.get("epoch"), progress.get("images")]
+    valid = numbers and _is_list_of(counts, int) and all(0 <= count <= _MAX_STEPS for count in counts)
+    if not (valid and steps[1] <= steps[0]):
         raise _malformed(path, "training.progress", "numbers, among them 'step' and 'evaluated_step'")
-    for split, found in _mapping(training.get("data", {}), "training.data", path).items():
+    for split, found in _mapping(training.get("data"), "training.data", path).items():
         _mapping(found, f"training.data.{split}", path)
     if not _is_list_of([training.get("averaged")], int):
         raise _malformed(path, "training.averaged", "a number of steps")
@@ -200,10 +199,6 @@ def _is_list_of(values: Any, kind: type) -> bool:
     return isinstance(values, (list, tuple)) and all(
         isinstance(value, kind) and (kind is bool or not isinstance(value, bool)) for value in values
     )
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _malformed(path: Path, name: str, expected: str) -> InputError:

@@ -107,7 +107,7 @@ def _identity(path: Path) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
-class _Inside:
+class _PathInRun:
     """Path of a file or folder in a run folder, as an attribute of :class:`RunFolder`."""
 
     def __init__(self, name: str) -> None:
@@ -123,34 +123,34 @@ class RunFolder:
 
     path: Path
 
-    config = _Inside(CONFIG_FILE)
-    log = _Inside("log.txt")
-    metrics = _Inside(METRICS_FILE)
-    machine = _Inside(MACHINE_FILE)
-    marker = _Inside(MARKER_FILE)  # a RunMarker, in every folder that detr_bf writes to
-    lock = _Inside("detr_bf-run.lock")  # held by the process that writes to the folder
-    last = _Inside("last.pt")
-    best = _Inside("best.pt")
-    previous = _Inside("previous.pt")  # the ``last`` of the save before, used if ``last`` is damaged
-    damaged = _Inside("last.damaged.pt")  # new name of a ``last`` that cannot be read
-    captures = _Inside("captures")
-    cost = _Inside("cost.json")  # memory of the last process that trained the run
-    evaluation = _Inside(EVALUATION_FILE)
-    errors = _Inside(ERRORS_FILE)
-    data = _Inside(DATA_FILE)  # statistics of a detector's training and validation data
-    never_found = _Inside("never_found.json")  # validation objects that no evaluation of the run has found
-    results = _Inside("results.json")
-    predictions = _Inside("predictions.csv")  # of a classifier, one line per validation image
-    panoptic = _Inside("panoptic")  # the PNG files that ``panoptic_results`` lists
-    panoptic_results = _Inside("panoptic.json")
-    report = _Inside(REPORT_FILE)
-    pictures = _Inside(str(Path(SHEET_FILE).parent))
-    sheet = _Inside(SHEET_FILE)
-    panoptic_sheet = _Inside(PANOPTIC_SHEET_FILE)
-    tensorboard = _Inside("tensorboard")
-    wandb = _Inside("wandb")
-    mlflow = _Inside("mlflow")
-    loggers = _Inside("loggers.json")  # ids of the runs of W&B and MLflow, see detr_bf.engine.loggers
+    config = _PathInRun(CONFIG_FILE)
+    log = _PathInRun("log.txt")
+    metrics = _PathInRun(METRICS_FILE)
+    machine = _PathInRun(MACHINE_FILE)
+    marker = _PathInRun(MARKER_FILE)  # a RunMarker, in every folder that detr_bf writes to
+    lock = _PathInRun("detr_bf-run.lock")  # held by the process that writes to the folder
+    last = _PathInRun("last.pt")
+    best = _PathInRun("best.pt")
+    previous = _PathInRun("previous.pt")  # the ``last`` of the save before, used if ``last`` is damaged
+    damaged = _PathInRun("last.damaged.pt")  # new name of a ``last`` that cannot be read
+    captures = _PathInRun("captures")
+    cost = _PathInRun("cost.json")  # memory of the last process that trained the run
+    evaluation = _PathInRun(EVALUATION_FILE)
+    errors = _PathInRun(ERRORS_FILE)
+    data = _PathInRun(DATA_FILE)  # statistics of a detector's training and validation data
+    never_found = _PathInRun("never_found.json")  # validation objects that no evaluation of the run has found
+    results = _PathInRun("results.json")
+    predictions = _PathInRun("predictions.csv")  # of a classifier, one line per validation image
+    panoptic = _PathInRun("panoptic")  # the PNG files that ``panoptic_results`` lists
+    panoptic_results = _PathInRun("panoptic.json")
+    report = _PathInRun(REPORT_FILE)
+    pictures = _PathInRun(str(Path(SHEET_FILE).parent))
+    sheet = _PathInRun(SHEET_FILE)
+    panoptic_sheet = _PathInRun(PANOPTIC_SHEET_FILE)
+    tensorboard = _PathInRun("tensorboard")
+    wandb = _PathInRun("wandb")
+    mlflow = _PathInRun("mlflow")
+    loggers = _PathInRun("loggers.json")  # ids of the runs of W&B and MLflow, see detr_bf.engine.loggers
 
     def capture(self, step: int, rank: int) -> Path:
         return self.captures / f"step_{step:07d}_rank_{rank}.pt"

@@ -10,12 +10,11 @@ M detection limits.
 from __future__ import annotations
 
 import contextlib
-import gc
 import importlib.util
 import io
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -24,6 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from detr_bf.common.devices import without_garbage_collection
 from detr_bf.common.errors import InputError
 from detr_bf.common.files import write_json
 from detr_bf.common.structures import ClassMap, Detections
@@ -62,18 +62,6 @@ class Curves(NamedTuple):
 
     precision: np.ndarray  # (T, R, K, A, M) float64
     recall: np.ndarray  # (T, K, A, M) float64
-
-
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """Pause the search for reference cycles, which many new dictionaries start again and again and which finds none."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 class CocoEvaluator:
@@ -160,7 +148,7 @@ class CocoEvaluator:
         """Return all detections in the order of the updates."""
         return list(self._detections.values())
 
-    @_no_collection()
+    @without_garbage_collection()
     def summarize(self, partial: bool = False) -> CocoSummary:
         """Return the metrics of the boxes for all images of the file; with ``partial``, for those added so far only.
 
@@ -173,7 +161,7 @@ class CocoEvaluator:
         self.errors = image_errors(self._ground_truth, self.detections, self.class_map)
         return _with_thresholds(summary, scored_hits(self.errors, self.class_map.num_classes))
 
-    @_no_collection()
+    @without_garbage_collection()
     def summarize_masks(self, partial: bool = False) -> CocoSummary:
         """Return the same metrics by the IoU of masks, for the thing classes.
 
@@ -277,7 +265,7 @@ def write_results(path: str | Path, detections: Iterable[Detections], class_map:
     write_json(path, to_coco_results(detections, class_map))
 
 
-@_no_collection()
+@without_garbage_collection()
 def load_ground_truth(
     path: Path | CocoAnnotations,
     class_map: ClassMap,

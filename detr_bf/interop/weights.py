@@ -95,9 +95,10 @@ def state_in(content: Any, path: Path) -> dict[str, Tensor]:
     Raises:
         InputError: no state dict, or values that cannot be weights.
     """
-    entries = [_entry(content, name) for name in WRAPPERS]
-    state = next((entry for entry in (*entries, content) if _is_state(entry)), None)
-    if state is None:
+    for state in (*(_entry(content, name) for name in WRAPPERS), content):
+        if isinstance(state, Mapping) and state and all(isinstance(tensor, Tensor) for tensor in state.values()):
+            break
+    else:
         raise InputError(f"{path} holds no weights: expected a dict of tensors, alone or under the key 'model'")
     check_weights(state, str(path), finite=False)
     return without_wrapper(state)
@@ -108,7 +109,3 @@ def _entry(content: Any, name: str) -> Any:
     for key in name.split("."):
         content = content.get(key) if isinstance(content, Mapping) else None
     return content
-
-
-def _is_state(value: Any) -> bool:
-    return isinstance(value, Mapping) and bool(value) and all(isinstance(tensor, Tensor) for tensor in value.values())

@@ -169,8 +169,8 @@ def trace_of(config: DetectionConfig, machine: Machine) -> Trace:
 def memory_of(config: DetectionConfig, machine: Machine, found: Trace) -> Memory:
     """Return the memory of one GPU at the largest image size.
 
-    In one process without accumulation gradients replace the activations that the backward pass frees, so that they
-    need no more if they grow as fast; otherwise they are there from the start.
+    In one process without accumulation, gradients take the memory of the activations that the backward pass frees: only
+    gradients larger than these activations are added. With several processes or accumulation, all gradients are added.
     """
     remain = machine.gpus > 1 or config.train.accumulate > 1
     exchange = 2 * max(found.batch_attention, default=0) if _gathers(config, machine) else 0

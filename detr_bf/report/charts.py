@@ -72,7 +72,9 @@ def chart(content: Chart) -> str:
         "x": x_range,
         "y": scale.y_range,
         "log": content.log,
-        "lines": [[_rounded(values) for values in _thinned(line.x, line.y)] for line in lines],
+        "lines": [
+            [[float(f"{value:.5g}") for value in values] for values in _thinned(line.x, line.y)] for line in lines
+        ],
     }
     drawing = [*_axes(content, scale), *_bars(content.bars, scale)]
     for line in lines:
@@ -213,7 +215,3 @@ def _outline(x: Sequence[float], y: Sequence[float]) -> tuple[Sequence[float], S
     }
     order = sorted(kept)
     return [x[at] for at in order], [y[at] for at in order]
-
-
-def _rounded(values: Sequence[float]) -> list[float]:
-    return [float(f"{value:.5g}") for value in values]

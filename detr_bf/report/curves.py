@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from detr_bf.common.errors import InputError
-from detr_bf.common.files import read_records
+from detr_bf.common.files import is_number, read_records
 from detr_bf.common.text import printable
 from detr_bf.report.charts import CHART_COLOURS, Chart, Line
 
@@ -87,11 +87,7 @@ def read_metrics(path: str | Path) -> Metrics:
     if not path.exists():
         raise InputError(f"metrics file not found: {path}. A run writes it into its output folder")
     lines = [record for _, record in read_records(path)]
-    records = [
-        record
-        for record in lines
-        if record is not None and _is_number(record.get("epoch")) and 0 <= record["epoch"] < _MAX_EPOCH
-    ]
+    records = [record for record in lines if record is not None and is_number(record.get("epoch"), 0, _MAX_EPOCH)]
     if damaged := len(lines) - len(records):
         logger.warning("%s: %d of %d lines are damaged and left out", path, damaged, len(lines))
     return Metrics(_by_step(records, "train"), _by_step(records, "val"))
@@ -99,7 +95,7 @@ def read_metrics(path: str | Path) -> Metrics:
 
 def series(records: Iterable[_Record], name: str) -> tuple[list[float], list[float]]:
     """Return epochs and values of one quantity, without records where it is missing or not a finite number."""
-    points = [(record["epoch"], record[name]) for record in records if _is_number(record.get(name))]
+    points = [(record["epoch"], record[name]) for record in records if is_number(record.get(name), -_LARGEST, _LARGEST)]
     return [float(epoch) for epoch, _ in points], [float(value) for _, value in points]
 
 
@@ -114,11 +110,6 @@ def running_mean(values: np.ndarray, window: int) -> np.ndarray:
 def _by_step(records: Iterable[_Record], kind: str) -> tuple[_Record, ...]:
     latest = {record["step"]: record for record in records if record["kind"] == kind}
     return tuple(latest[step] for step in sorted(latest))
-
-
-def _is_number(value: Any) -> bool:
-    """Check for a finite number that can be drawn."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and -_LARGEST < value < _LARGEST
 
 
 def curves(metrics: Metrics, plan: CurvePlan, weights: bool = True) -> list[Chart]:

@@ -48,18 +48,14 @@ def _content(run_dir: Path, document: Mapping[str, Any]) -> str:
 
 
 def _numbers_table(splits: Mapping[str, Mapping[str, Any]]) -> str:
-    rows = []
+    rows, images = [], sum(split["images"] for split in splits.values())
     for name, split in splits.items():
         sizes = [percent(number / max(1, split["objects"])) for number in split["objects_by_size"].values()]
         numbers = [f"{split[key]:,}" for key in ("images", "images_without_objects", "objects", "crowds")]
-        rows.append(row(_SPLITS[name], split["images"] / max(1, _total(splits, "images")), [*numbers, *sizes]))
+        rows.append(row(_SPLITS[name], split["images"] / max(1, images), [*numbers, *sizes]))
     return table(
         ("Split", "Images", "Without objects", "Objects", "Crowds", "Small (%)", "Medium (%)", "Large (%)"), rows
     )
-
-
-def _total(splits: Mapping[str, Mapping[str, Any]], key: str) -> int:
-    return sum(split[key] for split in splits.values())
 
 
 def _classes_table(document: Mapping[str, Any]) -> str:

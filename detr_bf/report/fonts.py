@@ -53,28 +53,28 @@ def class_labels(class_map: ClassMap) -> tuple[str, ...]:
     return labels
 
 
-def legible(text: object, spare: str | None = None, limit: int = 200) -> str:
+def legible(text: object, fallback: str | None = None, limit: int = 200) -> str:
     """Return ``text`` as one drawable line of at most ``limit`` letters.
 
-    Blank text, and text that no installed font can draw, becomes ``spare``. Without ``spare``, missing letters become
-    escapes such as ``\\u732b``.
+    Blank text, and text that no installed font can draw, becomes ``fallback``. Without ``fallback``, missing letters
+    become escapes such as ``\\u732b``.
     """
     shown = printable(text, limit)
-    if spare is not None and not shown.strip():
-        return spare
+    if fallback is not None and not shown.strip():
+        return fallback
     if _font_of(shown) is not None:
         return shown
-    if spare is not None:
-        return spare
+    if fallback is not None:
+        return fallback
     return "".join(x if x in _letters(_REGULAR) else x.encode("unicode_escape").decode("ascii") for x in shown)
 
 
-def plain(text: object, spare: str | None = None, limit: int = 60) -> str:
+def plain(text: object, fallback: str | None = None, limit: int = 60) -> str:
     r"""Return :func:`legible` text for matplotlib: ``$`` starts no mathematics, a leading ``_`` is not hidden.
 
     At most ``limit`` letters, because matplotlib does not shorten text that is too long for the figure.
     """
-    shown = legible(text, spare, limit).replace("$", r"\$")
+    shown = legible(text, fallback, limit).replace("$", r"\$")
     return f" {shown}" if shown.startswith("_") else shown
 
 

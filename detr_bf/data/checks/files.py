@@ -24,7 +24,7 @@ from detr_bf.common.progress import progress_bar
 from detr_bf.common.text import printable
 from detr_bf.data.images import MAX_PIXELS, ImageSizes, TooLargeError, any_grey_16, check_image, image_bytes
 from detr_bf.data.masks import SegmentExtent, read_ids, segment_extents
-from detr_bf.data.paths import path_ends, path_spellings
+from detr_bf.data.paths import longest_end, path_spellings
 
 log = logging.getLogger(__name__)
 
@@ -166,13 +166,16 @@ def grey_bits_of(folder: Path, names: Sequence[str], records: Callable[[], Mappi
 
 
 def existing_name(folder: Path, name: str) -> str | None:
-    """Return the name under which a missing file exists: the longest end of its path that does, or None.
+    """Return the path, relative to ``folder``, of the file that a path to a missing file means, or None.
 
     Exported annotations often contain a path of another machine or a part of a URL, a suffix in another case, or
     accents in another Unicode form.
     """
-    forms = (spelling for form in (name, *path_ends(name)) for spelling in path_spellings(form))
-    return next((form for form in forms if form and is_file(folder / form)), None)
+
+    def file_of(end: str) -> str | None:
+        return next((spelling for spelling in path_spellings(end) if is_file(folder / spelling)), None)
+
+    return file_of(name) or longest_end(name, file_of)
 
 
 def _status(folder: Path, name: str) -> tuple[int, int] | None:

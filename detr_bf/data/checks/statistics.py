@@ -106,7 +106,8 @@ def statistics_lines(document: Mapping[str, Any]) -> Iterator[str]:
     rows = [("", *splits)]
     rows.append(("images without objects", *(f"{each['images_without_objects']:,}" for each in splits.values())))
     rows.append(("crowds", *(f"{each['crowds']:,}" for each in splits.values())))
-    rows.append(("small, medium, large objects, %", *map(_size_shares, splits.values())))
+    shares = ([100 * n / max(1, each["objects"]) for n in each["objects_by_size"].values()] for each in splits.values())
+    rows.append(("small, medium, large objects, %", *(" ".join(f"{share:.0f}" for share in each) for each in shares)))
     for name, label in NAMES.items():
         rows.append(
             (f"{label}, median (5 % to 95 %)", *(_quantile_text(each["quantiles"][name]) for each in splits.values()))
@@ -115,10 +116,6 @@ def statistics_lines(document: Mapping[str, Any]) -> Iterator[str]:
     for row in rows:
         yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
     yield from document["statements"]
-
-
-def _size_shares(split: Mapping[str, Any]) -> str:
-    return " ".join(f"{100 * number / max(1, split['objects']):.0f}" for number in split["objects_by_size"].values())
 
 
 def _quantile_text(quantiles: Sequence[float] | None) -> str:

@@ -8,7 +8,7 @@ that of several files, as its folder. Category ids are those of the files.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -110,7 +110,8 @@ def _located(root: Path, name: str, content: CocoAnnotations, index: PathIndex) 
     """
     where, own = printable(root / name), PurePosixPath(name).parent
     above, split = [own, *own.parents], PurePosixPath(name).stem.removeprefix(_PREFIX)
-    folders = list(dict.fromkeys(str(folder / sub) for folder in above for sub in _subfolders(split)))
+    below = ("", "images", "data", split, f"images/{split}", f"{split}/images")
+    folders = list(dict.fromkeys(str(folder / sub) for folder in above for sub in below))
     given = [str(image["file_name"]) for image in content.images]
     counts = [sum(index.find(each, [folder]) is not None for each in given[:_TRIED]) for folder in folders]
     best = folders[counts.index(max(counts))] if given else str(own)
@@ -132,10 +133,6 @@ def _located(root: Path, name: str, content: CocoAnnotations, index: PathIndex) 
     names = [file or str(PurePosixPath(best, each)) for each, file in zip(given, found, strict=True)]
     images = [{**image, "file_name": file} for image, file in zip(content.images, names, strict=True)]
     return replace(content, images=images)
-
-
-def _subfolders(split: str) -> Iterator[str]:
-    yield from ("", "images", "data", split, f"images/{split}", f"{split}/images")
 
 
 def _check_distinct(root: Path, files: dict[str, CocoAnnotations]) -> None:

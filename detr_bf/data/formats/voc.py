@@ -21,9 +21,9 @@ from typing import Any
 from xml.etree import ElementTree
 
 from detr_bf.common.errors import InputError
-from detr_bf.common.files import read_regular
+from detr_bf.common.files import is_number, read_regular
 from detr_bf.common.text import listed, printable
-from detr_bf.data.annotation_values import is_number
+from detr_bf.data.annotation_values import LARGEST
 from detr_bf.data.formats.folder import (
     MAX_TEXT_BYTES,
     AnnotatedImage,
@@ -211,6 +211,6 @@ def _number(where: str, parent: ElementTree.Element, tag: str) -> float:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not is_number(value):
+    if not is_number(value, -LARGEST, LARGEST):
         raise InputError(f"{where}: {tag} is {printable(repr(text))}, expected a number of pixels")
     return value

@@ -17,8 +17,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from detr_bf.common.errors import InputError
+from detr_bf.common.files import is_number
 from detr_bf.common.text import listed, printable
-from detr_bf.data.annotation_values import is_number
 from detr_bf.data.formats.folder import (
     AnnotatedImage,
     DataFolder,
