@@ -107,7 +107,7 @@ def test_weights_and_map_are_those_of_the_point(config: Path) -> None:
     place = Place((2, 0, 5), (63.5, 10.0))
     found = attention_at(subject, place, level=1)
     batch = subject.load(place.indices)
-    with attending(subject.model) as batch_former, recorded(batch_former) as recording:
+    with torch.no_grad(), attending(subject.model) as batch_former, recorded(batch_former) as recording:
         subject.model(batch.inputs)
     assert batch.size == (96, 128)
     # a point at 63.5 of 64 columns and 10 of 48 rows, in maps of 6 x 8 and 3 x 4 cells
