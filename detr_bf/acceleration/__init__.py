@@ -2,4 +2,4 @@
 
 import os
 
-ON = os.environ.get("DETR_BF_ACCELERATION") != "off"  # for all tricks of this package
+ON = os.environ.get("DETR_BF_ACCELERATION", "on").lower() not in ("off", "0", "false", "no")  # all tricks here

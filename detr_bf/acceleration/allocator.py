@@ -1,4 +1,4 @@
-"""Settings of glibc's malloc: memory that a call frees is kept for the next one.
+"""Settings of glibc's malloc, which keep freed memory for the next call, and a pause of the garbage collector.
 
 By default a forward or backward pass returns up to gigabytes to the system and gets them back page by page
 (benchmarks/README.md, "Freed memory"). The settings hold for the whole process, that of a notebook as well, and memory
@@ -8,8 +8,10 @@ of a GPU is not concerned. With another C library, or if an environment variable
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,18 @@ from detr_bf.acceleration import ON
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -3, -4, -8  # of mallopt, in glibc's malloc.h
 _LARGEST_MMAP_THRESHOLD = 2**25  # bytes; glibc refuses more
+
+
+@contextmanager
+def without_garbage_collection() -> Iterator[None]:
+    """Pause the search for reference cycles, for example while many objects without cycles are made."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def keep_freed_memory(*, large: bool = False) -> None:

@@ -1,8 +1,10 @@
 """Faster modules of a finished model, on a CPU; names, weights and state dicts stay as they are.
 
 Each trick replaces a function of single modules, in their ``__dict__``: what a module is, and what it prints, stays.
-While torch compiles or exports, every module computes what its class says. ``DETR_BF_ACCELERATION=off`` leaves out
-all tricks of this package, those of memory and threads included. Gains: benchmarks/README.md, "Tricks for CPUs".
+While torch compiles or exports, every module computes what its class says. ``DETR_BF_ACCELERATION=off`` leaves out all
+tricks of this package, those of memory and threads included. Modules and their replaced functions refer to each other:
+the memory of a model is freed when Python's garbage collector runs (``gc.collect()``). Gains: benchmarks/README.md,
+"Tricks for CPUs".
 """
 
 from __future__ import annotations

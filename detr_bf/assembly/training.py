@@ -329,9 +329,9 @@ def read_initial_weights(path: Path) -> dict[str, torch.Tensor]:
 
     ``path`` may be the name of published weights (:func:`detr_bf.interop.published.find_weights`).
     """
-    from detr_bf import interop  # needed only with init_from
+    from detr_bf.interop.weights import read_weights  # needed only with init_from
 
-    return interop.read_weights(checkpoint_of(find_weights(path)))
+    return read_weights(checkpoint_of(find_weights(path)))
 
 
 def initial_classes(path: str) -> ClassMap | None:

@@ -10,7 +10,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from detr_bf import interop
 from detr_bf.classification.assembly import build_masked_autoencoder
 from detr_bf.classification.assembly_data import ImageSplits, val_loop
 from detr_bf.classification.masked_autoencoder import MaskedAutoencoder, MaskedCriterion
@@ -34,6 +33,7 @@ from detr_bf.engine import (
 )
 from detr_bf.engine.step import Criterion
 from detr_bf.interop.conversion import same_outputs, save_weights
+from detr_bf.interop.weights import read_state
 from detr_bf.report import save_picture, tolerating
 from detr_bf.tasks.task import Evaluate
 
@@ -66,7 +66,7 @@ class MaskedTask(ImageTask[MaskedConfig]):
 
     def load_evaluated(self, source: Path, checkpoint: Checkpoint | None = None) -> tuple[nn.Module, ClassMap]:
         model = self.build_model(0)
-        load_strict(model, interop.read_state(source), str(source))
+        load_strict(model, read_state(source), str(source))
         return model, ClassMap((), ())  # it has no classes
 
     @torch.no_grad()
@@ -100,7 +100,7 @@ class MaskedTask(ImageTask[MaskedConfig]):
 
 def initial_weights(path: Path) -> dict[str, Tensor]:
     """Return the weights of a masked autoencoder, or of a plain network as those of the encoder, without positions."""
-    weights = interop.read_state(checkpoint_of(path))
+    weights = read_state(checkpoint_of(path))
     if any(name.startswith(ENCODER) for name in weights):
         return weights
     if "pos_embed" in weights:

@@ -18,12 +18,12 @@ from timm.layers.pos_embed import resample_abs_pos_embed
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from detr_bf import interop
 from detr_bf.classification.cifar_resnet import cifar_resnet
 from detr_bf.classification.experts import NARROW, ExpertResNet
 from detr_bf.common.errors import InputError, prefix_errors
 from detr_bf.common.text import printable
 from detr_bf.engine import checkpoint_of
+from detr_bf.interop.weights import read_state
 
 logger = logging.getLogger(__name__)
 
@@ -265,7 +265,7 @@ def with_resized_positions(network: nn.Module, weights: Mapping[str, Tensor], so
 
 def read_network_weights(path: Path) -> dict[str, Tensor]:
     """Return the weights of a run or file for a timm network; of a masked autoencoder only the encoder's."""
-    weights = interop.read_state(checkpoint_of(path))
+    weights = read_state(checkpoint_of(path))
     if any(name.startswith(ENCODER) for name in weights):
         return {name.removeprefix(ENCODER): value for name, value in weights.items() if name.startswith(ENCODER)}
     return weights

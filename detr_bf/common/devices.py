@@ -1,9 +1,7 @@
-"""The device of a process, copies to and from a GPU that do not wait for it, precision of float32 products, and a pause
-of the garbage collector."""
+"""The device of a process, copies to and from a GPU that do not wait for it, and precision of float32 products."""
 
 from __future__ import annotations
 
-import gc
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,18 +12,6 @@ from torch import Tensor
 
 from detr_bf.common import distributed
 from detr_bf.common.errors import InputError
-
-
-@contextmanager
-def without_garbage_collection() -> Iterator[None]:
-    """Pause the search for reference cycles, for example while many objects without cycles are made."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def device_of(name: str) -> torch.device:

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import astuple
 
-from detr_bf.common.devices import without_garbage_collection
+from detr_bf.acceleration.allocator import without_garbage_collection
 from detr_bf.common.progress import progress_bar
 from detr_bf.data.columns import INT, TEXT, BoxBuilder, BoxColumn, Column, ColumnBuilder, ColumnStore, UnsupportedError
 

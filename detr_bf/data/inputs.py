@@ -175,13 +175,13 @@ def by_size(
         compute: returns the results of a batch, in order.
         together: compute all samples in one batch.
     """
-    places: dict[object, list[int]] = {}
-    for place, (image, _) in enumerate(samples):
-        places.setdefault(None if together else image.shape, []).append(place)
-    found: dict[int, _Result] = {}
-    for same in places.values():
-        found.update(zip(same, compute(Batch.collate([samples[place] for place in same])), strict=True))
-    return [found[place] for place in range(len(samples))]
+    groups: dict[object, list[int]] = {}
+    for index, (image, _) in enumerate(samples):
+        groups.setdefault(None if together else image.shape, []).append(index)
+    results: dict[int, _Result] = {}
+    for indices in groups.values():
+        results.update(zip(indices, compute(Batch.collate([samples[index] for index in indices])), strict=True))
+    return [results[index] for index in range(len(samples))]
 
 
 def _decoded(data: bytes, name: str, max_pixels: int, grey_bits: int | None) -> Tensor:

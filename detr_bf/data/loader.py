@@ -10,8 +10,7 @@ from typing import TypeVar
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from detr_bf.acceleration.allocator import release_freed_memory
-from detr_bf.common.devices import without_garbage_collection
+from detr_bf.acceleration.allocator import release_freed_memory, without_garbage_collection
 from detr_bf.common.errors import InputError
 from detr_bf.data.batches import SampleKey
 from detr_bf.data.workers import (

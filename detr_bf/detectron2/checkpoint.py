@@ -10,11 +10,13 @@ import torch
 from detectron2.checkpoint import DetectionCheckpointer
 from torch import Tensor, nn
 
-from detr_bf import interop
 from detr_bf.backbones.backbone import MEAN, STD
 from detr_bf.common.errors import InputError
 from detr_bf.common.files import check_weights
 from detr_bf.engine import checkpoint_of
+from detr_bf.interop.classes import class_rows, renumbered_to
+from detr_bf.interop.formats import format_of, to_foreign
+from detr_bf.interop.weights import read_content, state_in, under_our_names
 
 RESNET = "detectron2_resnet"
 BACKBONES = (".pkl", ".pyth")  # detectron2 matches their tensors by the ends of their names
@@ -47,7 +49,7 @@ class DetrBfCheckpointer(DetectionCheckpointer):
         self, model: nn.Module, save_dir: str = "", *, save_to_disk: bool | None = None, **checkpointables: Any
     ) -> None:
         super().__init__(model, save_dir, save_to_disk=save_to_disk, **checkpointables)
-        form = interop.format_of(self.model.state_dict())
+        form = format_of(self.model.state_dict())
         if form is None or not form.own:
             raise InputError(
                 f"{type(self.model).__name__} is not an architecture of detr_bf: set MODEL.META_ARCHITECTURE DetrBf, "
@@ -77,14 +79,14 @@ class DetrBfCheckpointer(DetectionCheckpointer):
         if path.suffix in BACKBONES or self._parsed_url_during_load.query:
             content: dict[str, Any] = super()._load_file(filename)
             return content
-        content = interop.read_content(path)
-        state = interop.state_in(content, path)
+        content = read_content(path)
+        state = state_in(content, path)
         check_weights(state, filename)
-        own = interop.under_our_names(self.model.state_dict(), "the model")
-        own_rows = interop.class_rows(own)
-        form = interop.format_of(state)
+        own = under_our_names(self.model.state_dict(), "the model")
+        own_rows = class_rows(own)
+        form = format_of(state)
         weights = self._read(state, filename)
-        rows = interop.class_rows(weights)
+        rows = class_rows(weights)
         if _decoder(weights) != _decoder(own) or (LABELS in weights and LABELS not in own):
             raise InputError(
                 f"{filename} holds another architecture: the tensors of its decoder have other names; set "
@@ -99,7 +101,7 @@ class DetrBfCheckpointer(DetectionCheckpointer):
 
     def _read(self, state: dict[str, Tensor], filename: str) -> dict[str, Tensor]:
         try:
-            return interop.under_our_names(state, filename)
+            return under_our_names(state, filename)
         except InputError as error:
             raise InputError(
                 f"{error}. Weights of a backbone need a .pkl file, or ?matching_heuristics=True after the name"
@@ -107,10 +109,10 @@ class DetrBfCheckpointer(DetectionCheckpointer):
 
     def _fitted(self, weights: dict[str, Tensor], rows: int, own_rows: int) -> dict[str, Tensor]:
         """Rename the weights for the model, with class heads renumbered if that makes them fit."""
-        renumbered = interop.renumbered_to(weights, own_rows)
+        renumbered = renumbered_to(weights, own_rows)
         if renumbered is not None and rows != own_rows:
             self.logger.warning(f"class heads converted between COCO ids and classes: {rows} rows become {own_rows}")
-        named = interop.to_foreign(weights if renumbered is None else renumbered, self.form.name)
+        named = to_foreign(weights if renumbered is None else renumbered, self.form.name)
         own = self.model.state_dict()
         return {name: x for name, x in named.items() if name in own or not name.endswith(COUNTER)}
 

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from detr_bf.common.devices import without_garbage_collection
+from detr_bf.acceleration.allocator import without_garbage_collection
 from detr_bf.common.errors import InputError
 from detr_bf.common.files import write_json
 from detr_bf.common.structures import ClassMap, Detections

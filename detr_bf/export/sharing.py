@@ -31,7 +31,7 @@ from detr_bf.common.structures import ClassMap
 from detr_bf.common.text import printable
 from detr_bf.engine import Checkpoint
 from detr_bf.evaluation import ScoreThresholds
-from detr_bf.interop import write_weights
+from detr_bf.interop.weights import write_weights
 
 WEIGHTS, CONFIG, CARD = "model.safetensors", "config.json", "README.md"
 _FORMAT = "detr_bf detector 1"

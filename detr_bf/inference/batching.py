@@ -1,4 +1,4 @@
-"""Queue of images, batches and metrics of a server; needs no web framework."""
+"""Queue of images, batches and metrics of a server; needs prometheus_client, but no web framework."""
 
 from __future__ import annotations
 

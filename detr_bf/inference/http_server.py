@@ -1,4 +1,11 @@
-"""Requests, statuses and shutdown of the server, on FastAPI and uvicorn."""
+"""HTTP server for one detector, on FastAPI and uvicorn: each request brings an image.
+
+Images that arrive together are computed together. A request is checked and read in the event loop, decoded in a small
+pool of threads, and computed in the thread of :class:`~detr_bf.inference.batching.Batcher`, the only one that calls the
+model. At most ``queue`` requests are in work, and the images of at most two batches are decoded, so images need at most
+about ``queue * max_bytes + 2 * batch_size * max_pixels * 3`` bytes. Only ``detr-bf serve`` imports this module, which
+needs ``pip install 'detr_bf[serve]'``.
+"""
 
 from __future__ import annotations
 

@@ -31,10 +31,11 @@ from detr_bf.export.sharing import WEIGHTS as SHARED_WEIGHTS
 from detr_bf.export.sharing import Origin, is_shared, load_shared
 from detr_bf.inference.backends import FileBackend, TorchBackend
 from detr_bf.inference.predictor import Predictor
-from detr_bf.interop import coco_classes, read_weights, renumbered_to
+from detr_bf.interop.classes import coco_classes, renumbered_to
 from detr_bf.interop.hub import hub_folder, is_hub_address
 from detr_bf.interop.published import PublishedWeights, find_weights, get_published, published
 from detr_bf.interop.transformers_folder import is_transformers_folder, read_transformers_config
+from detr_bf.interop.weights import read_weights
 from detr_bf.tasks.detection import BATCH_FORMER, training_only
 
 if TYPE_CHECKING:

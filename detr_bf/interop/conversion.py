@@ -11,10 +11,10 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from detr_bf import interop
 from detr_bf.common.errors import InputError
 from detr_bf.common.files import check_output_file
 from detr_bf.common.structures import Outputs
+from detr_bf.interop.weights import write_weights
 
 CHECKPOINT_SUFFIXES = (".pt", ".pth", ".bin")
 
@@ -43,7 +43,7 @@ def writing(target: Path) -> Iterator[None]:
 def save_weights(target: Path, weights: Mapping[str, Tensor]) -> None:
     """Write weights under their own names."""
     with writing(target):
-        interop.write_weights(target, weights)
+        write_weights(target, weights)
 
 
 @torch.inference_mode()

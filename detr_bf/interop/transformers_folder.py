@@ -24,7 +24,9 @@ from detr_bf.common.files import UNFINISHED, make_output_folder, read_json
 from detr_bf.common.structures import Batch, ClassMap
 from detr_bf.common.text import listed, printable
 from detr_bf.detectors import Detector
-from detr_bf.interop import coco_classes, format_named, to_foreign, write_weights
+from detr_bf.interop.classes import coco_classes
+from detr_bf.interop.formats import format_named, to_foreign
+from detr_bf.interop.weights import write_weights
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,6 @@ from typing import Any, ClassVar, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-from detr_bf import interop
 from detr_bf.acceleration.allocator import keep_freed_memory
 from detr_bf.assembly.data import build_train_transforms
 from detr_bf.assembly.model import compile_model
@@ -35,6 +34,7 @@ from detr_bf.config import DetectionConfig, RunConfig, config_to_dict
 from detr_bf.data.checks.annotations import Report
 from detr_bf.engine import Checkpoint, EvaluationResult, RunFolder, Trainer, TrainingStep, build_and_load
 from detr_bf.engine.step import Criterion, TrainingBatch
+from detr_bf.interop.classes import rows_by_name
 from detr_bf.report import TaskPage
 from detr_bf.report.detection import batch_former_source
 
@@ -171,7 +171,7 @@ class Task(ABC, Generic[C]):
                 "only one of them), and a frozen detector cannot learn them: train it on the classes of the data "
                 "first, or set freeze.detector=false"
             )
-        weights, text = interop.rows_by_name(weights, own, tensors, before, classes)
+        weights, text = rows_by_name(weights, own, tensors, before, classes)
         if text:
             logger.info("init_from %s: %s", source, text)
         return weights

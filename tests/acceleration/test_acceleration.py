@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -260,6 +263,14 @@ def test_tricks_are_left_out_while_torch_compiles_and_exports(monkeypatch: pytes
     graph = torch.export.export(network.eval(), (x,)).graph
     assert any("batch_norm" in str(node.target) or "rsqrt" in str(node.target) for node in graph.nodes)
     assert not any("mkldnn" in str(node.target) for node in graph.nodes)
+
+
+@pytest.mark.parametrize(("value", "on"), [(None, True), ("on", True), ("off", False), ("OFF", False), ("0", False)])
+def test_the_variable_is_read_by_a_new_process(value: str | None, on: bool) -> None:
+    environment = {name: text for name, text in os.environ.items() if name != "DETR_BF_ACCELERATION"}
+    environment |= {} if value is None else {"DETR_BF_ACCELERATION": value}
+    code = f"import sys; from detr_bf.acceleration import ON; sys.exit(ON is not {on} or 'torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == 0
 
 
 def test_one_call_undoes_the_tricks_and_one_setting_leaves_them_out(monkeypatch: pytest.MonkeyPatch) -> None:

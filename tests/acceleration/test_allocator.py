@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from detr_bf.acceleration import allocator as malloc
+from detr_bf.acceleration import allocator
 
 MIB = 2**20
 FAULTS = """
@@ -144,7 +144,7 @@ VERSION_1 = "5:cpuset:/docker/f3\n4:cpu,memory:/docker/f3\n"
 )
 def test_memory_that_is_left(files: dict[str, str], available: list[int], tmp_path: Path) -> None:
     write(tmp_path, {"proc/meminfo": SYSTEM, **files})
-    assert list(malloc._available_bytes(tmp_path)) == available
+    assert list(allocator._available_bytes(tmp_path)) == available
 
 
 @pytest.mark.parametrize(("processes", "available", "kept"), [(1, 1000, True), (1, 999, False), (2, 1000, False)])
@@ -154,8 +154,8 @@ def test_large_blocks_are_kept_if_the_memory_holds_twice_the_peak(
 ) -> None:
     resource = pytest.importorskip("resource")
     monkeypatch.setattr(resource, "getrusage", lambda who: SimpleNamespace(ru_maxrss=1000))
-    monkeypatch.setattr(malloc, "_available_bytes", lambda root: iter([10**12, available * 1024]))
+    monkeypatch.setattr(allocator, "_available_bytes", lambda root: iter([10**12, available * 1024]))
     asked: list[bool] = []
-    monkeypatch.setattr(malloc, "keep_freed_memory", lambda *, large: asked.append(large))
-    malloc.keep_large_blocks_if_possible(processes)
+    monkeypatch.setattr(allocator, "keep_freed_memory", lambda *, large: asked.append(large))
+    allocator.keep_large_blocks_if_possible(processes)
     assert asked == [True] * kept

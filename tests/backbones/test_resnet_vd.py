@@ -11,7 +11,7 @@ from torch import Tensor
 
 from detr_bf.backbones import Backbone, build_backbone
 from detr_bf.common.errors import InputError
-from detr_bf.interop import to_foreign
+from detr_bf.interop.formats import to_foreign
 from tests.detectors.tiny import model
 
 

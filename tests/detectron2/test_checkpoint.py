@@ -24,7 +24,9 @@ from detr_bf.common.errors import InputError
 from detr_bf.common.structures import ClassMap
 from detr_bf.detectron2.checkpoint import DetrBfCheckpointer
 from detr_bf.engine import Checkpoint
-from detr_bf.interop import COCO_IDS, from_foreign, renumbered, to_foreign, write_weights
+from detr_bf.interop.classes import COCO_IDS, renumbered
+from detr_bf.interop.formats import from_foreign, to_foreign
+from detr_bf.interop.weights import write_weights
 from tests.interop.states import assert_same
 
 from .conftest import DETECTORS

@@ -126,9 +126,8 @@ def test_python_examples_compile_and_their_imports_exist(name: str, block: str) 
 
 
 def test_python_example_of_batch_attention_runs() -> None:
-    section = text("docs/batch_attention.md").partition("## As a module")[
-        2
-    ]  # tests/common/test_extensions.py runs the other
+    # tests/common/test_extensions.py runs the other section
+    section = text("docs/batch_attention.md").partition("## As a module")[2]
     (block,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
     names: dict[str, object] = {}
     exec(compile(block, "batch_attention.md", "exec"), names)

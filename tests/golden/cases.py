@@ -17,7 +17,7 @@ from detr_bf.common.structures import FeatureMap, Masks, Outputs, PaddedTargets,
 from detr_bf.detectors import DETECTORS, Detector, MaskHead, Options
 from detr_bf.detectors.denoising import ContrastiveDenoising
 from detr_bf.detectors.groups import ONE_TO_MANY, query_groups
-from detr_bf.interop import from_foreign, to_foreign
+from detr_bf.interop.formats import from_foreign, to_foreign
 from detr_bf.losses import CrossEntropy, Focal, HungarianMatcher, SetCriterion
 
 SHARED = Path(__file__).parents[3] / "shared"

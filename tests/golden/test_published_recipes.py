@@ -12,8 +12,9 @@ import torch
 from detr_bf.assembly import build_model
 from detr_bf.assembly.model import build_classification
 from detr_bf.inference.loading import published_config, without_counters
-from detr_bf.interop import coco_classes, renumbered_to, under_our_names
+from detr_bf.interop.classes import coco_classes, renumbered_to
 from detr_bf.interop.published import published
+from detr_bf.interop.weights import under_our_names
 from tests.golden.cases import KEY_LISTS
 
 KEYS = {  # lists of the names and shapes in the authors' models

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from detr_bf.backbones import build_backbone
 from detr_bf.detectors import Detector
-from detr_bf.interop import format_of, from_foreign, to_foreign
+from detr_bf.interop.formats import format_of, from_foreign, to_foreign
 from tests.golden.cases import KEY_LISTS, Case, detector, family, flat_rtdetr, options
 
 CLASSES = {"coco": 91, "coco_panoptic": 250}  # the largest category id and one more

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from detr_bf.common.errors import InputError
-from detr_bf.interop import COCO_IDS, class_rows, renumbered, renumbered_to, to_foreign, under_our_names
-from detr_bf.interop.classes import NEVER
+from detr_bf.interop.classes import COCO_IDS, NEVER, class_rows, renumbered, renumbered_to
+from detr_bf.interop.formats import to_foreign
+from detr_bf.interop.weights import under_our_names
 from tests.detectors.tiny import model
 from tests.interop.states import assert_same, state_of
 

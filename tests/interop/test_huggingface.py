@@ -36,7 +36,8 @@ from detr_bf.backbones import build_backbone
 from detr_bf.backbones.backbone import MEAN, STD
 from detr_bf.common.structures import Batch, Outputs
 from detr_bf.detectors import DETECTORS, Detector, Options
-from detr_bf.interop import format_of, from_foreign, read_weights, to_foreign, write_weights
+from detr_bf.interop.formats import format_of, from_foreign, to_foreign
+from detr_bf.interop.weights import read_weights, write_weights
 from tests.interop.states import assert_same
 
 DIM, HEADS, HIDDEN, QUERIES, CLASSES, ENCODER_LAYERS, DECODER_LAYERS = 32, 4, 24, 7, 3, 2, 3

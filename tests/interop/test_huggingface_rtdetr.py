@@ -14,7 +14,8 @@ from transformers import RTDetrConfig, RTDetrResNetConfig, RTDetrV2Config
 from detr_bf.backbones import build_backbone
 from detr_bf.common.structures import Batch
 from detr_bf.detectors import DETECTORS, Detector, Options
-from detr_bf.interop import format_of, from_foreign, read_weights, to_foreign, write_weights
+from detr_bf.interop.formats import format_of, from_foreign, to_foreign
+from detr_bf.interop.weights import read_weights, write_weights
 from tests.interop.states import assert_same
 from tests.interop.test_huggingface import shaken
 

@@ -27,7 +27,7 @@ from detr_bf.detectors import Detector
 from detr_bf.engine import Checkpoint, RunFolder, is_checkpoint, load_checkpoint
 from detr_bf.engine.recovery import load_capture
 from detr_bf.engine.state import Progress, TrainingState
-from detr_bf.interop import read_content
+from detr_bf.interop.weights import read_content
 from tests.checkpoints import training
 
 CLASSES = ClassMap((3, 7), ("cat", "dog"))

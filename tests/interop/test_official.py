@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from detr_bf.common.errors import InputError
-from detr_bf.interop import from_foreign, to_foreign
+from detr_bf.interop.formats import from_foreign, to_foreign
 from tests.detectors.tiny import DIM, QUERIES, batch_former
 from tests.interop.states import assert_same, state_of
 

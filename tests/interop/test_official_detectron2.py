@@ -10,8 +10,8 @@ from torch import Tensor
 
 from detr_bf.backbones import build_backbone
 from detr_bf.common.errors import InputError
-from detr_bf.interop import format_of, from_foreign, is_ours, read_weights, to_foreign, write_weights
-from detr_bf.interop.formats import FORMATS
+from detr_bf.interop.formats import FORMATS, format_of, from_foreign, is_ours, to_foreign
+from detr_bf.interop.weights import read_weights, write_weights
 from tests.detectors.tiny import DETECTORS, batch_former
 from tests.interop.states import assert_same, state_of
 

@@ -16,9 +16,10 @@ from detr_bf.commands import main
 from detr_bf.common.errors import InputError
 from detr_bf.config import load_config
 from detr_bf.inference.loading import list_models, recipe_config
-from detr_bf.interop import coco_classes, under_our_names, write_weights
 from detr_bf.interop import published as module
+from detr_bf.interop.classes import coco_classes
 from detr_bf.interop.published import PublishedWeights, find_weights, get_published, list_weights, published
+from detr_bf.interop.weights import under_our_names, write_weights
 from tests.server import WebServer, web_server
 
 TINY = [

@@ -24,7 +24,7 @@ from detr_bf.config import config_to_dict
 from detr_bf.data.transforms import eval_sample
 from detr_bf.engine import Checkpoint
 from detr_bf.inference.loading import recipe_config
-from detr_bf.interop import coco_classes
+from detr_bf.interop.classes import coco_classes
 from detr_bf.interop.published import find_weights
 from detr_bf.interop.transformers_folder import in_order_of, read_transformers_config
 

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 import detr_bf
-from detr_bf import interop
 from detr_bf.acceleration.threads import OPENMP_SETTINGS, _busy_and_all_ticks, spin_less_beside_others
 from detr_bf.analysis.classification import ANALYSES
 from detr_bf.commands import (
@@ -30,6 +29,7 @@ from detr_bf.commands.sample_data import SETS
 from detr_bf.config import SCHEMAS, known_keys, packaged_configs, schema_of
 from detr_bf.data.formats import READERS
 from detr_bf.evaluation import DEFAULT_THRESHOLD
+from detr_bf.interop.classes import NUMBERINGS
 from detr_bf.report.figures import FIGURE_SUFFIXES
 from tests.tools.test_train_net import records
 
@@ -101,7 +101,7 @@ def test_names_of_options_are_those_of_the_modules() -> None:
     """The parsers import no module that imports torch, and repeat some names."""
     assert tuple(predict.OBJECT_FORMATS) == model_arguments._OBJECT_FORMATS
     assert model_arguments._DEFAULT_THRESHOLD == DEFAULT_THRESHOLD
-    assert model_arguments._NUMBERINGS == interop.NUMBERINGS
+    assert model_arguments._NUMBERINGS == NUMBERINGS
     assert tuple(f".{each}" for each in model_arguments._FIGURE_FORMATS) == FIGURE_SUFFIXES
     named = (analyze.BATCH_ATTENTION, analyze.QUERIES, analyze.PANOPTIC, analyze.MINI_BATCH)
     assert (*named, *ANALYSES) == model_arguments.ANALYSIS_NAMES

@@ -15,12 +15,14 @@ from safetensors.torch import load_file
 from torch import nn
 
 import detr_bf
-from detr_bf import interop
 from detr_bf.assembly import build_model, read_initial_weights
 from detr_bf.batchformer import BatchFormerV2
 from detr_bf.common.structures import Batch, ClassMap
 from detr_bf.config import config_to_dict, load_config
 from detr_bf.engine import Checkpoint, load_checkpoint, load_fitting
+from detr_bf.interop.classes import COCO_IDS, renumbered
+from detr_bf.interop.formats import to_foreign
+from detr_bf.interop.weights import read_weights, write_weights
 from tests.checkpoints import training
 from tests.interop.states import assert_same
 from tests.tools.test_train_net import tool
@@ -93,14 +95,14 @@ def test_there_and_back(tmp_path: Path, changes: list[str], name: str, suffix: s
         assert set(content) == {"model"}
         content = content["model"]
     expected = load_checkpoint(source).weights
-    assert_same(content, interop.to_foreign(expected, name))
+    assert_same(content, to_foreign(expected, name))
     assert convert(foreign, back) == 0
     assert_same(read_initial_weights(back), expected)
 
 
 def test_an_official_checkpoint_becomes_initial_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = checkpoint("batch_former.layers=[1]")
-    state = {f"module.{name}": x for name, x in interop.to_foreign(source.model, "detr").items()}
+    state = {f"module.{name}": x for name, x in to_foreign(source.model, "detr").items()}
     whole = {"model": state, "optimizer": {"state": {}}, "epoch": 3, "args": argparse.Namespace(lr=1e-4, bf=3)}
     torch.save(whole, tmp_path / "official.pth")
     assert convert(tmp_path / "official.pth", tmp_path / "new" / "ours.pth") == 0
@@ -163,7 +165,7 @@ def test_bad_input_is_one_message_and_leaves_everything_as_it_was(
     Path("folder").mkdir()
     os.mkfifo("pipe.pth")
     weights = build_model(load_config(None, [*SETTINGS, "batch_former.enabled=false"]), 91).state_dict()
-    foreign = interop.to_foreign(weights, "detr")
+    foreign = to_foreign(weights, "detr")
     foreign["input_proj.weight"].view(-1)[-1] = torch.nan
     torch.save({"model": foreign}, "nan.pth")
     torch.save({"query_embed.weight": torch.zeros(2), "a.b": torch.zeros(2)}, "unknown.pth")
@@ -255,23 +257,23 @@ def test_classes_of_official_files_become_contiguous_and_ids_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     weights = build_model(load_config(None, SETTINGS), 91).state_dict()
-    interop.write_weights(tmp_path / "official.pth", weights, "detr")
+    write_weights(tmp_path / "official.pth", weights, "detr")
     assert convert(tmp_path / "official.pth", tmp_path / "ours.pth", "--classes", "contiguous") == 0
     assert "written under our names, class heads of 81 rows: " in capsys.readouterr().out
-    contiguous = interop.renumbered(weights, "contiguous")
-    assert_same(interop.read_weights(tmp_path / "ours.pth"), contiguous)
+    contiguous = renumbered(weights, "contiguous")
+    assert_same(read_weights(tmp_path / "ours.pth"), contiguous)
     assert convert(tmp_path / "ours.pth", tmp_path / "ids.pth", "--classes", "ids", "--to", "detectron2_resnet") == 0
-    assert_same(interop.read_weights(tmp_path / "ids.pth"), interop.renumbered(contiguous, "ids"))
+    assert_same(read_weights(tmp_path / "ids.pth"), renumbered(contiguous, "ids"))
 
 
 def test_a_run_on_coco_is_written_with_category_ids(tmp_path: Path) -> None:
-    classes = ClassMap(interop.COCO_IDS[0], tuple(map(str, interop.COCO_IDS[0])))
+    classes = ClassMap(COCO_IDS[0], tuple(map(str, COCO_IDS[0])))
     weights = build_model(load_config(None, SETTINGS), 80).state_dict()
     run = replace(checkpoint(average=False), model=weights, class_map=classes.to_dict())
     run.save(tmp_path / "ours.pt")
     assert convert(tmp_path / "ours.pt", tmp_path / "official.pth", "--to", "detr", "--classes", "ids") == 0
     written = torch.load(tmp_path / "official.pth")["model"]
-    assert_same(written, interop.to_foreign(interop.renumbered(weights, "ids"), "detr"))
+    assert_same(written, to_foreign(renumbered(weights, "ids"), "detr"))
     assert written["class_embed.bias"].shape == (92,)
 
 

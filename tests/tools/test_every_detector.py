@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from detr_bf import interop
 from detr_bf.assembly import build_model
 from detr_bf.common.structures import ClassMap
 from detr_bf.config import config_to_dict, load_config
 from detr_bf.engine import Checkpoint, load_checkpoint
+from detr_bf.interop.formats import to_foreign
 from tests.detectors import tiny as tiny_detectors
 from tests.tools.test_train_net import assert_same, predict, train_net
 
@@ -106,7 +106,7 @@ def test_weights_of_the_authors_are_evaluated_with_category_ids_as_classes(
     classes = ClassMap(tuple(range(91)), tuple(names.get(i, f"id {i}") for i in range(91)))
     Checkpoint(model.state_dict(), classes.to_dict(), config_to_dict(config)).save(tmp_path / "ours.pt")
     form = name.removesuffix("_two_stage")
-    torch.save({"model": interop.to_foreign(model.state_dict(), form)}, tmp_path / "theirs.pth")
+    torch.save({"model": to_foreign(model.state_dict(), form)}, tmp_path / "theirs.pth")
     evaluations = []
     for file in ("ours.pt", "theirs.pth"):
         folder = tmp_path / file.partition(".")[0]
