@@ -15,6 +15,8 @@ import os
 import re
 import typing
 from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
+from functools import cache
 from importlib import import_module, resources
 from pathlib import Path
 from typing import Any
@@ -70,12 +72,12 @@ def load_config(
     sources = [source for file in files for source in _inherited(file, ())]
     sources += [(f"override '{printable(override)}'", parse_override(override)) for override in overrides]
     schema = schema_of(_task_of(sources, task))
-    merged = OmegaConf.structured(schema)
+    merged = deepcopy(_defaults(schema))
     if files:
         sources.insert(0, ("the default of output_dir", _escaped({"output_dir": f"runs/{files[-1].stem}"}, "")))
     from_files = len(sources) - len(overrides)
     for layer in [*([source] for source in sources[:from_files]), sources[from_files:]]:
-        merged = _merge_layer(merged, layer, schema)
+        _merge_layer(merged, layer, schema)
     try:
         config: Any = OmegaConf.to_object(merged)
     except _UNREADABLE as error:
@@ -124,12 +126,12 @@ def config_from_dict(tree: dict[str, Any], overrides: Sequence[str] = (), *, sou
     if not isinstance(tree, dict):
         raise InputError(f"{source}: expected a dictionary of settings, got {printable(repr(tree))}")
     schema = schema_of(_task_of([(source, tree)], None))
-    defaults = OmegaConf.structured(schema)
+    merged = deepcopy(_defaults(schema))
     if schema is DetectionConfig:  # settings saved before there was a divisor: those images were not rounded
-        defaults.data.transforms.size_divisor = 1
-    merged = _merge(defaults, _escaped(tree, source), source, schema)
+        merged.data.transforms.size_divisor = 1
+    _merge(merged, _escaped(tree, source), source, schema)
     given = [(f"override '{printable(override)}'", parse_override(override)) for override in overrides]
-    merged = _merge_layer(merged, given, schema)
+    _merge_layer(merged, given, schema)
     try:
         config: Any = OmegaConf.to_object(merged)
     except _UNREADABLE as error:  # text instead of a number, or an override that cannot be resolved
@@ -347,15 +349,21 @@ def _first_line(error: Exception) -> str:
     return printable((str(error).splitlines() or [type(error).__name__])[0])
 
 
-def _merge(merged: DictConfig, plain: dict[str, Any], source: str, schema: type[Any]) -> DictConfig:
-    """Return the config updated with the settings of one source, whose keys and types are checked."""
+@cache
+def _defaults(schema: type[Any]) -> DictConfig:
+    """Return the default settings; a caller that changes them copies them first."""
+    return typing.cast(DictConfig, OmegaConf.structured(schema))
+
+
+def _merge(merged: DictConfig, plain: dict[str, Any], source: str, schema: type[Any]) -> None:
+    """Check the keys and types of the settings of one source, and add the settings to the config (in-place)."""
     tree = DictConfig({})
     try:
         tree = OmegaConf.create(_null_as_empty(plain, schema))
         if missing := OmegaConf.missing_keys(tree):  # omegaconf would silently use the default
             raise InputError(f"{source}: {', '.join(map(printable, sorted(missing)))} is '???': give a value")
         _check_groups(merged, tree, source)
-        return typing.cast(DictConfig, OmegaConf.merge(merged, tree))
+        merged.merge_with(tree)
     except InputError:
         raise
     except ConfigKeyError as error:
@@ -368,12 +376,11 @@ def _merge(merged: DictConfig, plain: dict[str, Any], source: str, schema: type[
         raise InputError(f"{source} cannot be read: {_first_line(error)}") from error
 
 
-def _merge_layer(merged: DictConfig, sources: Sequence[tuple[str, dict[str, Any]]], schema: type[Any]) -> DictConfig:
-    """Return the config updated with a file, or with all overrides; earlier settings that these exclude are removed."""
-    merged = typing.cast(DictConfig, OmegaConf.merge(merged, schema.superseded([tree for _, tree in sources])))
+def _merge_layer(merged: DictConfig, sources: Sequence[tuple[str, dict[str, Any]]], schema: type[Any]) -> None:
+    """Add the settings of a file, or of all overrides, and remove earlier ones that these exclude (in-place)."""
+    merged.merge_with(schema.superseded([tree for _, tree in sources]))
     for source, tree in sources:
-        merged = _merge(merged, tree, source, schema)
-    return merged
+        _merge(merged, tree, source, schema)
 
 
 def _null_as_empty(tree: dict[str, Any], schema: type[Any]) -> dict[str, Any]:

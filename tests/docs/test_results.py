@@ -24,14 +24,13 @@ def cells(name: str) -> list[Path]:
     return sorted((RECORDS / name / "cells").glob("*/seed_*.json"))
 
 
-def first_seed(name: str) -> int:
-    """Return the number of cells of one seed."""
+def done(name: str) -> bool:
+    """Return whether one seed or more is complete, so that the page has a table."""
     experiment = read_experiment(ROOT / "configs" / "compare" / f"{name}.yaml")
-    return len(experiment.arms) * len(experiment.folds)
+    return len(cells(name)) >= len(experiment.arms) * len(experiment.folds)
 
 
 BEGUN = sorted(path.name for path in RECORDS.iterdir())
-DONE = [name for name in BEGUN if len(cells(name)) >= first_seed(name)]  # those with a table
 
 
 def test_the_state_of_every_experiment_is_stated() -> None:
@@ -43,8 +42,10 @@ def test_the_state_of_every_experiment_is_stated() -> None:
     assert set(BEGUN) <= set(listed)
 
 
-@pytest.mark.parametrize("name", DONE)
+@pytest.mark.parametrize("name", BEGUN)
 def test_means_of_the_tables_are_those_of_the_records(name: str) -> None:
+    if not done(name):
+        pytest.skip("no seed is complete")
     arguments = collect(ExperimentFolder(RECORDS / name))
     for line in markdown_table(analyze(**arguments | {"resamples": 0})).splitlines():
         if re.match(r"\| \w+ +\| +[\d.]+ \[", line):  # arm and means; the differences need the bootstrap
@@ -53,8 +54,10 @@ def test_means_of_the_tables_are_those_of_the_records(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", DONE)
+@pytest.mark.parametrize("name", BEGUN)
 def test_tables_are_those_of_the_report(name: str) -> None:
+    if not done(name):
+        pytest.skip("no seed is complete")
     for line in markdown_table(analyze(**collect(ExperimentFolder(RECORDS / name)))).splitlines():
         assert line in PAGE.splitlines(), line
 
