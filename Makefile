@@ -14,7 +14,7 @@ too_old = sys.version_info < (3, 10) and "Python 3.10 or newer is needed, $(1) i
 check_version = @$(1) -c 'import sys; sys.exit($(too_old))'
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-panoptic experiments test browser lint docs bench kernels clean other-checkout
+.PHONY: help demo demo-panoptic experiments test test-full browser lint docs bench kernels clean other-checkout
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.* ## \(.*\)/  make \1\t\2/p' Makefile
@@ -36,12 +36,16 @@ experiments: $(STAMP)-demo ## compare the plug-ins of classifiers on Fashion-MNI
 	$(RUN) tools/compare.py run configs/compare/small_data_fashion_mnist.yaml $(ARGS)
 
 # A process for each core, each with one thread: OpenMP's threads wait by spinning, on the cores of the others.
-test: export OMP_NUM_THREADS ?= 1
+test test-full: export OMP_NUM_THREADS ?= 1
 # pytest would take DIR of "--golden DIR" for the folder of the tests, because it does not know the option yet.
-test: PYTEST_ARGS = $(subst --golden ,--golden=,$(strip $(ARGS)))
-test: $(STAMP)-dev ## run the tests (ARGS="-m slow" for the long ones)
+test test-full: PYTEST_ARGS = $(subst --golden ,--golden=,$(strip $(ARGS)))
+test: $(STAMP)-dev ## run the tests of every part, in at most eight minutes (ARGS="-m slow" for the long ones)
 	@$(MAKE) --no-print-directory kernels
-	$(RUN) -m pytest -q -n logical --maxprocesses 4 --dist loadfile $(PYTEST_ARGS)
+	$(RUN) -m pytest -q -n logical --maxprocesses 4 --dist worksteal $(PYTEST_ARGS)
+
+test-full: $(STAMP)-dev ## run also the tests of all detectors with all options; half an hour
+	@$(MAKE) --no-print-directory kernels
+	$(RUN) -m pytest -q -n logical --maxprocesses 4 --dist worksteal -m "not slow" $(PYTEST_ARGS)
 
 browser: $(STAMP)-dev $(STAMP)-browser ## test the report pages in Chromium; screenshots in build/screenshots
 	@mkdir -p build/screenshots

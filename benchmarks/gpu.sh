@@ -124,7 +124,7 @@ P
 correct() {  # tests that need a GPU; on a CPU those of the same files that are for a CPU
     local select=gpu files=(tests/ops tests/detectors/test_detectors_on_devices.py tests/engine/test_trainer.py)
     files+=(tests/engine/test_waits.py tests/common/test_devices.py)
-    [ "$device" = cuda ] || select="not slow and not gpu"
+    [ "$device" = cuda ] || select="not slow and not full and not gpu"
     [ -z "$quick" ] || files=(tests/common/test_devices.py)
     # Several processes share the GPU: its tests are small, and those that are not wait for each other.
     OMP_NUM_THREADS=2 "$python" -m pytest -v --tb=short -n "$TEST_PROCESSES" -m "$select" -p no:cacheprovider \

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import math
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -207,3 +209,49 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     if request.param == "reference":
         monkeypatch.setitem(library.PROBLEMS, "cpu", "the test uses the reference")
     return request.param
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the cases ``full`` that ``default_tier`` of their function does not name.
+
+    A name is the id of a case, or one of the parts of the id, which "-" separates.
+    """
+    left_out: dict[str, bool] = {}
+    for item in items:
+        if marker := item.get_closest_marker("default_tier"):
+            case = item.name.partition("[")[2].removesuffix("]")
+            full = not {case, *case.split("-")} & set(marker.args)
+            if full:
+                item.add_marker("full")
+            function = item.nodeid.partition("[")[0]
+            left_out[function] = left_out.get(function, True) and full
+    if len(items) > 1000 and (functions := [function for function, all_of_it in left_out.items() if all_of_it]):
+        raise pytest.UsageError(f"default_tier names no case of {', '.join(functions)}")
+
+
+MOST_SECONDS = 20.0  # of processor time, with child processes, of one test of `make test` and its fixtures
+_STARTED = pytest.StashKey[float]()
+
+
+def _processor_seconds() -> float:
+    return sum(os.times()[:4])
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    item.stash[_STARTED] = _processor_seconds()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
+    """Fail a test of the default tier that takes too long."""
+    report = yield
+    needed = _processor_seconds() - item.stash.get(_STARTED, math.inf)
+    tiers = {"slow", "full"} & {mark.name for mark in item.iter_markers()}
+    if call.when == "call" and report.passed and needed > MOST_SECONDS and not tiers:
+        report.outcome = "failed"
+        report.longrepr = (
+            f"{needed:.0f} s of processor time; at most {MOST_SECONDS:.0f} s, or mark the test full or slow"
+        )
+    return report

@@ -111,9 +111,7 @@ def _changed(node: ast.expr | ast.stmt) -> str | None:
         new = ast.IfExp(node.test, node.orelse, node.body)
     elif isinstance(node, ast.If):
         return None  # its condition is changed instead
-    elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
-        return "pass"
-    elif isinstance(node, ast.AugAssign):
+    elif (isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)) or isinstance(node, ast.AugAssign):
         return "pass"
     elif isinstance(node, ast.Continue):
         return "break"

@@ -47,4 +47,4 @@ def test_an_option_of_make_test_may_stand_before_its_value() -> None:
     for given in ("--golden some/folder -x", "--golden=some/folder -x"):
         command = ["make", "--dry-run", "--no-print-directory", "test", f"ARGS={given}"]
         printed = subprocess.run(command, cwd=TESTS.parent, capture_output=True, text=True, check=True).stdout
-        assert "--dist loadfile --golden=some/folder -x" in printed
+        assert "--dist worksteal --golden=some/folder -x" in printed

@@ -47,11 +47,11 @@ class Outcome:
 
     result: EvaluationResult
     folder: Path
-    report: Path | None  # None if it could not be written
+    report: Path | None  # None if it was not asked for, or could not be written
     epochs: str = ""  # of training: the last and the best epoch
 
     def __str__(self) -> str:
-        shown = f"report {self.report}" if self.report else f"no report, see the log; results in {self.folder}"
+        shown = f"report {self.report}" if self.report else f"no report; results in {self.folder}"
         return "  ".join(filter(None, (str(self.result), shown, self.epochs)))
 
 
@@ -398,8 +398,9 @@ def _report(
             "some space, then repeat the command with --resume, or the evaluation"
         ) from error
     report = None
-    with tolerating(str(folder.report)):
-        report = write_report(folder.path, task.page)
+    if task.config.report:
+        with tolerating(str(folder.report)):
+            report = write_report(folder.path, task.page)
     if trainer is not None and trainer.metrics is not None:
         for path, _ in sorted(_pictures(folder) - before):
             trainer.metrics.write_picture(path.stem, trainer.progress.step, path)

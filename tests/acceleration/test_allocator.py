@@ -60,6 +60,7 @@ LARGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 needs_glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc's malloc is set")
 
 
+@pytest.mark.default_tier("variables0-20-8-False-True-False")
 @needs_glibc
 @pytest.mark.skipif(LARGE_PAGES.is_file() and "[always]" in LARGE_PAGES.read_text(), reason="new memory in large pages")
 @pytest.mark.parametrize("in_a_thread", [False, True])
@@ -87,6 +88,7 @@ def test_freed_memory_is_kept_unless_the_user_sets_malloc(
     assert share < 0.5 if kept else share > 0.9
 
 
+@pytest.mark.default_tier("1")
 @needs_glibc
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_loader_with_workers_releases_what_is_kept(workers: int) -> None:

@@ -94,6 +94,7 @@ def step(detector: Detector, batch: Batch) -> tuple[Outputs, Tensor, dict[str, T
     return outputs, local, {name: p.grad.clone() for name, p in detector.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.default_tier("detr", "rtdetr", "deformable_detr")
 @pytest.mark.parametrize("name", OF_DETECTORS)
 def test_plugins_stand_in_the_one_encoder_and_leave_all_other_weights_as_they_start(name: str) -> None:
     plain, plugged = built(*OF_DETECTORS[name]), built(*OF_DETECTORS[name], *BOTH)
@@ -218,6 +219,7 @@ def _fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name", ["detr", *(pytest.param(name, marks=pytest.mark.slow) for name in DETECTORS if name != "detr")]
 )

@@ -214,6 +214,7 @@ def test_names_of_cells_are_read_back(name: str) -> None:
     assert ExperimentCell.named("off", f"{name}_x") is None
 
 
+@pytest.mark.default_tier("bccd", "small_data_digits")
 @pytest.mark.parametrize("name", packaged_experiments())
 def test_packaged_experiments_load(name: str) -> None:
     found = read_experiment(packaged_experiments()[name])
@@ -221,6 +222,7 @@ def test_packaged_experiments_load(name: str) -> None:
     assert found.baseline in ("off", "off_8", "two_stream", "cross_entropy", "plain", "deformable", "finetune_2m")
 
 
+@pytest.mark.default_tier("long_tail_digits", "small_data_fashion_mnist")
 @pytest.mark.parametrize("name", [x for x in packaged_experiments() if x.startswith(("long_tail", "small_data"))])
 def test_arms_of_classifiers_differ_from_the_baseline_in_one_thing(name: str) -> None:
     found = read_experiment(packaged_experiments()[name])

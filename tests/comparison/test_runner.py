@@ -130,6 +130,7 @@ def run(file: Path, *arguments: str) -> int:
     return main(["run", str(file), "--output", str(file.parent / "out"), "data.check=false", *arguments])
 
 
+@pytest.mark.full
 def test_a_killed_experiment_goes_on_and_finished_cells_are_not_touched(
     file: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -464,6 +464,7 @@ def test_the_mask_stage_starts_from_the_last_checkpoint_of_the_boxes(stage: str)
     assert masks.model.masks
 
 
+@pytest.mark.default_tier("deit_base24_dp", "resnet50_imagenet_lt", "swin_tiny_infograph", "deit_small_cb_scaled")
 @pytest.mark.parametrize("row", CLASSIFIERS, ids=str)
 def test_every_classifier_builds_with_its_plug_ins(row: Row) -> None:
     config = load(row.path, *row.settings)
@@ -519,6 +520,7 @@ def test_packaged_configs_are_found_by_name_without_a_collision() -> None:
     assert packaged_experiments() == {path.stem: path for path in CONFIGS.glob("compare/*.yaml")}
 
 
+@pytest.mark.default_tier("rtdetr/rtdetr_r18.yaml", "detr/detr_r50.yaml")
 @pytest.mark.parametrize("name", [name for name in RECIPES if name.split("/")[0] not in TASKS])
 def test_deim_is_merged_after_the_config_of_any_detector(name: str) -> None:
     alone = load(name)

@@ -333,6 +333,7 @@ def main():
 """
 
 
+@pytest.mark.default_tier("guarded")
 @pytest.mark.parametrize(
     ("method", "call", "code", "said"),
     [

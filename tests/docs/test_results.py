@@ -33,6 +33,7 @@ def done(name: str) -> bool:
 BEGUN = sorted(path.name for path in RECORDS.iterdir())
 
 
+@pytest.mark.full
 def test_the_state_of_every_experiment_is_stated() -> None:
     listed = {}
     for path in (ROOT / "configs" / "compare").glob("*.yaml"):
@@ -42,6 +43,7 @@ def test_the_state_of_every_experiment_is_stated() -> None:
     assert set(BEGUN) <= set(listed)
 
 
+@pytest.mark.default_tier("bccd")
 @pytest.mark.parametrize("name", BEGUN)
 def test_means_of_the_tables_are_those_of_the_records(name: str) -> None:
     if not done(name):
@@ -77,6 +79,7 @@ def test_the_choices_of_fine_tuning_are_those_of_the_recorded_runs() -> None:
         assert epochs == "3" or text.split(", ")[1].startswith(("no ", run["augment"]))
 
 
+@pytest.mark.default_tier("bccd", "small_data_digits")
 @pytest.mark.parametrize("name", BEGUN)
 def test_an_experiment_can_be_continued_from_its_committed_cells(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -110,6 +110,7 @@ def reuse(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(export, "onnx_model", lambda *_, **__: onnx.load(str(model)))
 
 
+@pytest.mark.default_tier("conditional_detr", "deformable_detr_two_stage")
 @pytest.mark.parametrize("name", KINDS)
 def test_every_detector_gives_the_same(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     original = predictor(name)

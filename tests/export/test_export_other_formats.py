@@ -46,6 +46,7 @@ def package(folder: Path) -> tuple[Predictor, Path, str]:
     return original, folder / "it.pt2", parity_table(compared)
 
 
+@pytest.mark.full
 def test_a_package_detects_the_same(package: tuple[Predictor, Path, str]) -> None:
     original, path, _ = package
     loaded, images = detr_bf.load(path), [torch.randint(256, (3, 64, 96), dtype=torch.uint8) for _ in range(3)]

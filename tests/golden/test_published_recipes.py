@@ -43,6 +43,7 @@ KEYS = {  # lists of the names and shapes in the authors' models
 }
 
 
+@pytest.mark.default_tier("detr_r50_bfv2", "rtdetrv2_r50", "deformable_detr_r50_two_stage", "dino_r50_4scale")
 @pytest.mark.parametrize("name", KEYS)
 def test_the_recipe_of_a_row_is_the_authors_model(name: str, golden: Sequence[Path]) -> None:
     lists = [path for folder in golden for path in (folder / KEY_LISTS).glob(f"{KEYS[name]}.json")]

@@ -121,6 +121,13 @@ def test_our_model_has_exactly_their_keys(listed: Case) -> None:
     assert shapes(to_foreign(state, form.name)) == theirs
 
 
+@pytest.mark.default_tier(
+    "detr_resnet50_panoptic",
+    "rtdetrv2_r50vd_6x_coco",
+    "bf_deformable_resnet50_i0_shared",
+    "dino_resnet50_4scale",
+    "smca_resnet50_type3",
+)
 def test_round_trip_to_the_bit(listed: Case) -> None:
     state = random_state(listed)
     form = format_of(state)
@@ -143,6 +150,7 @@ def test_frozen_parameters(listed: Case) -> None:
     assert sorted(found) == sorted(listed.manifest["frozen_parameters"])
 
 
+@pytest.mark.default_tier("detr_resnet50", "rtdetr_r18vd_6x_coco", "bf_deformable_resnet50_i0_nonshared")
 def test_initialisation(listed: Case) -> None:
     """Compare with the statistics of one model of theirs, within sampling error; constant values exactly."""
     form = format_of(dict.fromkeys(their_shapes(listed), torch.empty(0)))

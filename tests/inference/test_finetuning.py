@@ -282,6 +282,7 @@ def test_augmentation_presets_replace_that_of_a_recipe(name: str) -> None:
     assert all(light < strong for light, strong in zip(found["light"][:3], found["strong"][:3], strict=True))
 
 
+@pytest.mark.default_tier("finetune_bccd")
 @pytest.mark.parametrize("name", ["finetune_bccd", "finetune_cards"])
 def test_the_experiment_has_the_settings_that_finetune_chooses(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -28,6 +28,7 @@ def test_names_are_filtered() -> None:
     assert detr_bf.list_models("nothing*") == []
 
 
+@pytest.mark.default_tier("detr_r50", "rtdetr_r18", "dino_r50_4scale", "panoptic_detr_r50_bfv2", "smca_r50")
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_every_recipe_builds(path: Path) -> None:
     """Make a recipe narrow and without weights, but keep its layers, levels and insertions."""

@@ -800,6 +800,7 @@ def test_only_the_command_imports_the_web_framework_and_when_it_runs() -> None:
     assert importers["inference/http_server.py"].col_offset == 0
 
 
+@pytest.mark.default_tier("15")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_the_command_ends_with_0_after_its_answers(number: signal.Signals, weights: Path, detector: Predictor) -> None:
     """The request waits three seconds for others when the signal comes."""

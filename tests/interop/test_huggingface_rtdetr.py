@@ -97,6 +97,7 @@ def images(height: int, width: int) -> Batch:
     return Batch(pixels, torch.zeros(2, height, width, dtype=torch.bool))
 
 
+@pytest.mark.default_tier("size1-rtdetr", "size0-rtdetrv2")
 @torch.no_grad()
 @every_case
 @pytest.mark.parametrize("size", [(128, 128), (64, 160)])
@@ -122,6 +123,7 @@ def test_their_weights_give_their_outputs(case: str, size: tuple[int, int]) -> N
         torch.testing.assert_close(actual, expected, rtol=0, atol=2e-5 * max(expected.abs().max().item(), 1.0))
 
 
+@pytest.mark.default_tier("rtdetrv2", "rtdetr_narrow")
 @every_case
 def test_ours_go_to_their_model_and_back(case: str, tmp_path: Path) -> None:
     state = ours(case).state_dict()
@@ -145,6 +147,7 @@ def test_names_of_transformers_4_are_read(case: str) -> None:
     assert_same(from_foreign(older, "x"), state)
 
 
+@pytest.mark.default_tier("rtdetrv2", "rtdetr_narrow")
 @every_case
 def test_files_of_the_authors(case: str, tmp_path: Path) -> None:
     """Write and read the authors' checkpoints, whose averaged weights are under ``ema`` and ``module``."""

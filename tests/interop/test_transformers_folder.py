@@ -59,6 +59,7 @@ def saved(tmp_path: Path) -> Callable[..., Path]:
     return save
 
 
+@pytest.mark.default_tier("detr", "rtdetr")
 @pytest.mark.parametrize("case", CASES)
 def test_a_folder_for_transformers_and_back(case: str, saved: Callable[..., Path], tmp_path: Path) -> None:
     recipe, more = CASES[case]

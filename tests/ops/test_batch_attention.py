@@ -204,6 +204,7 @@ def test_large_results_agree_with_those_of_parts(dtype: torch.dtype, positions: 
         assert torch.equal(each, torch.cat([part[number] for part in parts], 1)), number
 
 
+@pytest.mark.full
 @needs_kernels
 @pytest.mark.parametrize("instructions", ["baseline", "v3"])
 def test_lower_instruction_sets(instructions: str) -> None:

@@ -175,6 +175,7 @@ def assert_close(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...], toleranc
         torch.testing.assert_close(one.double(), other, rtol=0, atol=tolerance * max(1.0, float(other.abs().max())))
 
 
+@pytest.mark.default_tier("float32-B2N5H2D64-0.0", "float32-B17N1H2D36-0.4")
 @pytest.mark.parametrize("p", [0.0, 0.4])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_attention(library: ctypes.CDLL, case: Case, p: float) -> None:
@@ -194,6 +195,7 @@ IN_ONE_PASS = [
 ]
 
 
+@pytest.mark.default_tier("float32-B9N2H2D64-0.0", "bfloat16-B9N2H2D32-0.4", "float32-B17N1H2D36-1.0")
 @pytest.mark.parametrize("p", [0.0, 0.4, 1.0])
 @pytest.mark.parametrize("case", IN_ONE_PASS, ids=str)
 def test_attention_in_one_pass(library: ctypes.CDLL, case: Case, p: float) -> None:

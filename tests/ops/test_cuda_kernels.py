@@ -274,6 +274,7 @@ IN_PATCHES = [
 ]
 
 
+@pytest.mark.default_tier("float32-B2Q49H2D33L3P3", "bfloat16-B2Q52H3D32L4P4")
 @pytest.mark.parametrize("case", IN_PATCHES, ids=str)
 def test_patches_of_queries(library: ctypes.CDLL, case: Case) -> None:
     """Each row is computed as without patches, so it has the same bits; the order of atomic additions differs."""
@@ -315,6 +316,7 @@ HALF = [case for case in (*IN_PATCHES, *CASES) if case.dtype in (torch.bfloat16,
 TOLERANCE_OF_16_BIT_SUMS = {torch.float16: 6e-3, torch.bfloat16: 5e-2}  # of up to 700 terms
 
 
+@pytest.mark.default_tier("bfloat16-B2Q37H3D32L4P4-half_atomics", "float16-B2Q52H2D32L4P4-tiles,half_atomics")
 @pytest.mark.parametrize("variants", ["half_atomics", "tiles,half_atomics"])
 @pytest.mark.parametrize("case", HALF, ids=str)
 def test_sums_in_16_bits(library: ctypes.CDLL, case: Case, variants: str) -> None:

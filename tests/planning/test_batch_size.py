@@ -135,6 +135,7 @@ def images_keys(images: Any) -> list[Any]:
     return [SampleKey(0, index) for index in range(len(images))]
 
 
+@pytest.mark.full
 def test_the_estimate_falls_with_the_memory(data: list[str]) -> None:
     config = config_of(data)
     sizes = [8, 4, 2, 1]

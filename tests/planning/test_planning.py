@@ -109,6 +109,7 @@ def kept_by_a_real_run(config: DetectionConfig) -> int:
     return sum(size for storage, size in seen.values() if not storage.expired())
 
 
+@pytest.mark.default_tier("detr", "rtdetr", "deformable_detr_two_stage", "without_batch_attention")
 @pytest.mark.parametrize("name", DETECTORS)
 def test_what_is_kept_is_what_a_real_run_keeps(name: str) -> None:
     config = tiny(*DETECTORS[name])
@@ -122,6 +123,7 @@ def test_in_half_precision_it_is_nearly_so(name: str) -> None:
     assert trace(config, CLASSES, SIZE, device="cpu").kept == pytest.approx(kept_by_a_real_run(config), rel=0.01)
 
 
+@pytest.mark.default_tier("detr", "without_batch_attention")
 @pytest.mark.parametrize("name", KINDS)
 def test_recomputation_keeps_what_checkpointed_layers_keep(name: str) -> None:
     """Compare with torch.utils.checkpoint, which the model uses; losses are the same either way."""

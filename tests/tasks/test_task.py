@@ -47,6 +47,7 @@ def detection(path: Path, *settings: str) -> Task:
     return task_of(load_config(None, [*SMALL, *settings, f"init_from={path}"], task="detection"))
 
 
+@pytest.mark.default_tier("detr", "rtdetr", "deformable_detr_two_stage")
 @pytest.mark.parametrize("name", DETECTORS)
 def test_every_tensor_with_a_row_for_each_class_is_matched_by_name(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture

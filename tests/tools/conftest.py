@@ -20,8 +20,9 @@ data:
   transforms: {short_sides: [32, 40], max_size: 64, eval_short_side: 32, crop_short_sides: [40], crop_min: 24}
   workers: 0
 train: {epochs: 3, batch_size: 3, log_every: 1, ema: {enabled: true, decay: 0.9}}
-checkpoint: {every_steps: 1}
+checkpoint: {every_steps: 4}
 eval: {pictures: 2}
+report: false
 """
 
 

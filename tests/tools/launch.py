@@ -46,7 +46,8 @@ class Job:
             command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.processes}"]
             command += [f"--max-restarts={self.restarts}"]
         command += [str(DRIVER), self.fault, str(self.marker), self.tool] if self.fault else [str(TOOLS / self.tool)]
-        command += ["--config", str(self.config), f"output_dir={self.folder}", *self.settings, *arguments]
+        command += ["--config", str(self.config), f"output_dir={self.folder}"]
+        command += ["checkpoint.every_steps=1", *self.settings, *arguments]
         return subprocess.Popen(
             [*self.before, *command],
             env=os.environ | {"OMP_NUM_THREADS": "1"},

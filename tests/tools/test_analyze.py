@@ -28,6 +28,7 @@ data:
 optimizer: {warmup_epochs: 0}
 train: {epochs: 1, batch_size: 30}
 eval: {batch_size: 100, pictures: 2}
+report: false
 """
 V2 = ("plugins.batchformer_v2.enabled=true", "plugins.batchformer_v2.layers=[1]", "loss.name=balanced_softmax")
 SCALED = (

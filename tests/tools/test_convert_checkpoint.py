@@ -181,6 +181,7 @@ def test_bad_input_is_one_message_and_leaves_everything_as_it_was(
     assert {path: path.read_bytes() for path in Path().iterdir() if path.is_file()} == before
 
 
+@pytest.mark.default_tier("changes0", "changes3")
 @pytest.mark.parametrize(
     "changes",
     [

@@ -94,6 +94,7 @@ def test_what_a_run_captures_is_reproduced(tiny: Path, tmp_path: Path, capsys: p
     assert module in said
 
 
+@pytest.mark.default_tier("changes0", "changes3")
 @pytest.mark.parametrize(
     "changes",
     [

@@ -39,8 +39,9 @@ data:
   workers: 0
 optimizer: {{lr: 0.001, warmup_epochs: 0, schedule: step}}
 train: {{epochs: 2, batch_size: 30, log_every: 1, ema: {{enabled: true, decay: 0.9}}}}
-checkpoint: {{every_steps: 1}}
+checkpoint: {{every_steps: 4}}
 eval: {{batch_size: 100, pictures: 4}}
+report: false
 """
 PLAIN = "data.mix.probability=0"
 BALANCED = ("loss.name=balanced_softmax", "data.long_tail.imbalance=10", PLAIN)
@@ -90,6 +91,7 @@ def evaluation(folder: Path) -> dict[str, object]:
     return content
 
 
+@pytest.mark.default_tier("plain", "batchformer_v2", "relative_localization")
 @pytest.mark.parametrize("name", VARIANTS)
 def test_it_trains_resumes_to_the_same_bits_and_evaluates(name: str, tiny: Path, tmp_path: Path) -> None:
     if name == "cnn":

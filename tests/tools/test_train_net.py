@@ -193,6 +193,7 @@ def test_checkpoint_holds_the_class_map_and_the_config(tiny: Path, tmp_path: Pat
     assert checkpoint.config["train"]["max_steps"] == 1
 
 
+@pytest.mark.default_tier("2")
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_killed_run_resumes_to_the_same_bits(tiny: Path, tmp_path: Path, workers: int) -> None:
     common = ["--config", str(tiny), f"data.workers={workers}", "checkpoint.every_steps=2"]
@@ -228,6 +229,7 @@ def _wait_for(condition: Callable[[], bool], process: subprocess.Popen[bytes], s
         time.sleep(0.02)
 
 
+@pytest.mark.default_tier("15-143-2")
 @pytest.mark.parametrize(
     ("number", "code", "workers"), [(signal.SIGINT, 130, 0), (signal.SIGTERM, 143, 0), (signal.SIGTERM, 143, 2)]
 )
