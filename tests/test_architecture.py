@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -65,10 +66,12 @@ FORBIDDEN_LIBRARIES = {"config": {"torch", "torchvision", "timm"}}
 MAX_FUNCTION_LINES = 60
 MAX_FILE_LINES = 600
 
+parsed = cache(ast.parse)
+
 
 def imported_names(source: str, package: str) -> Iterator[tuple[int, str]]:
     """Yield line and absolute name of every import in ``source``, a file of ``package`` (for relative imports)."""
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -109,7 +112,7 @@ def too_long(source: str, path: str) -> list[str]:
     """Report the file and each of its functions if longer than allowed."""
     lines = len(source.splitlines())
     found = [f"{path}: {lines} lines, at most {MAX_FILE_LINES}"] if lines > MAX_FILE_LINES else []
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             length = (node.end_lineno or node.lineno) - node.lineno + 1
             if length > MAX_FUNCTION_LINES:
@@ -137,7 +140,7 @@ def module_graph() -> dict[str, set[str]]:
     names = {name.removesuffix(".__init__") for name in files.values()}
     graph: dict[str, set[str]] = {}
     for path, name in files.items():
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        tree = parsed(path.read_text(encoding="utf-8"))
         found = {
             f"{node.module}.{alias.name}"
             for node in tree.body
@@ -271,7 +274,7 @@ def six_lines(source: str) -> Iterator[str]:
     """Yield every run of six lines, without blank lines, imports and lone brackets."""
     imports = {
         line
-        for node in ast.parse(source).body
+        for node in parsed(source).body
         if isinstance(node, ast.Import | ast.ImportFrom)
         for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
     }
@@ -284,7 +287,7 @@ def test_public_names_are_unique() -> None:
     """A public class, function or constant has a name of its own, apart from ``main`` of the commands."""
     owners: dict[str, set[str]] = {}
     for path in python_files(PACKAGE, ROOT / "ops"):
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        for node in parsed(path.read_text(encoding="utf-8")).body:
             targets = node.targets if isinstance(node, ast.Assign) else []
             names = {target.id for target in targets if isinstance(target, ast.Name)}
             if isinstance(node, ast.ClassDef | ast.FunctionDef):

@@ -12,6 +12,17 @@ from detr_bf.commands import main
 from tests.tools.test_predict import weights as weights  # a fixture: the checkpoint of a tiny detector
 
 
+def test_a_run_is_timed_and_measured(weights: Path, tmp_path: Path) -> None:
+    written = tmp_path / "bench.json"
+    arguments = ["--batch-sizes", "2", "--threads", "1", "--rounds", "2", "--device", "cpu", "--output", str(written)]
+    assert main(["benchmark", str(weights), *arguments]) == 0
+    [timing] = json.loads(written.read_text())["timings"]
+    assert (timing["source"], timing["precision"], timing["batch_size"]) == (str(weights), "float32", 2)
+    assert timing["images_per_second"] == pytest.approx(2 / timing["seconds"]["median"])
+    assert 50 < timing["memory_mib"] < 20_000
+
+
+@pytest.mark.full
 def test_a_run_and_its_file_are_timed_in_turn(
     weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
