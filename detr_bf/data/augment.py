@@ -181,7 +181,7 @@ def pasted(sample: Sample, other: Sample, is_thing: Sequence[bool], min_visible:
     chosen, masks = chosen[seen], masks[seen]
     covered = masks.any(dim=0)
     left_over = _uncovered(sample, covered, min_visible)
-    boxes = wrap(_boxes_of(masks), like=sample.boxes)
+    boxes = wrap(boxes_of_masks(masks), like=sample.boxes)
     added = Sample(sample.image, boxes, other.labels[chosen], Mask(masks))
     return _large_enough(_joined(Image(torch.where(covered.bool(), pixels, sample.image)), [left_over, added]))
 
@@ -257,12 +257,12 @@ def _uncovered(sample: Sample, covered: Tensor, min_visible: float) -> Sample:
     before, after = (each.flatten(1).sum(1) for each in (sample.masks, masks))
     boxes = sample.boxes.as_subclass(Tensor).clone()
     changed = (after < before) & (after > 0)
-    boxes[changed] = _boxes_of(masks[changed])
+    boxes[changed] = boxes_of_masks(masks[changed])
     whole = Sample(sample.image, wrap(boxes, like=sample.boxes), sample.labels, masks)
     return _chosen(whole, (after > 0) & (after >= min_visible * before))
 
 
-def _boxes_of(masks: Tensor) -> Tensor:
+def boxes_of_masks(masks: Tensor) -> Tensor:
     """Return the boxes (T, 4) around the pixels of the masks (T, h, w), each with one pixel or more."""
     boxes = masks_to_boxes(masks.as_subclass(Tensor))
     boxes[:, 2:] += 1  # from the index of the last pixel to its end

@@ -43,20 +43,13 @@ class Column:
 
     def values(self, rows: np.ndarray) -> list[Any]:
         """Return the values of the entries ``rows``; :data:`msgspec.UNSET` for a missing key."""
-        if len(self.kinds) != 1:
-            return self._mixed(rows)
-        kind = int(self.kinds[0])
-        if kind in (INT, FLOAT):
+        if self.kinds.tolist() in ([INT], [FLOAT]):
             return self.numbers[rows].tolist()
-        if kind in (TEXT, JSON):
-            texts = self._texts(rows)
-            return texts if kind == TEXT else [json.loads(each) for each in texts]
-        return [None if kind == NULL else msgspec.UNSET] * len(rows)
-
-    def _mixed(self, rows: np.ndarray) -> list[Any]:
-        kinds = self.kinds[rows].tolist()
+        kinds = self.kinds[rows].tolist() if len(self.kinds) != 1 else self.kinds.tolist() * len(rows)
         numbers = self.numbers[rows].tolist() if len(self.numbers) else [0] * len(rows)
         texts = self._texts(rows) if len(self.ends) else [""] * len(rows)
+        if self.kinds.tolist() == [TEXT]:
+            return texts
         make: tuple[Callable[[Any, str], Any], ...] = (
             lambda number, text: msgspec.UNSET,
             lambda number, text: None,
@@ -257,6 +250,12 @@ def distinct(entries: Sequence[Mapping[str, Any]], key: str) -> set[Any]:
 def integers(values: Sequence[int]) -> np.ndarray:
     """Return integers as an array (N,); those of a column without a copy."""
     return values.numbers if isinstance(values, Values) else np.fromiter(values, np.int64, len(values))
+
+
+def boxes_of(annotations: Sequence[Mapping[str, Any]]) -> np.ndarray:
+    """Return the boxes (N, 4) float64 of annotations with valid ones."""
+    boxes = annotations.boxes if isinstance(annotations, Entries) else [each["bbox"] for each in annotations]
+    return np.array(boxes, dtype=np.float64).reshape(-1, 4)
 
 
 class ColumnBuilder:

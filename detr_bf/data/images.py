@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from multiprocessing import parent_process
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Annotated, Any, BinaryIO, TypeVar
 
 import numpy as np
 import torch
+from msgspec import Meta
 from numpy.typing import NDArray
 from PIL import Image
 from PIL.ImageFile import ImageFile
@@ -31,6 +32,7 @@ from detr_bf.data.duplicates import perceptual_hash
 logger = logging.getLogger(__name__)
 
 _Found = TypeVar("_Found")
+_Side = Annotated[int, Meta(ge=0)]  # checked when a record of an image is read from JSON
 
 IMAGE_FORMATS = (
     "JPEG",
@@ -68,8 +70,8 @@ _warned: set[Path] = set()  # folders with a 16-bit image that was logged
 class ImageSizes:
     """Sizes of an image file before and after the EXIF rotation, (height, width) in pixels, and the rotation."""
 
-    stored: tuple[int, int]
-    rotated: tuple[int, int]
+    stored: tuple[_Side, _Side]
+    rotated: tuple[_Side, _Side]
     orientation: int = 1  # EXIF value; 1: none
 
     def wants_rotation(self, annotated: tuple[int, int] | None, as_stored: bool = False) -> bool:

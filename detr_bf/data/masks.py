@@ -261,21 +261,13 @@ def encoded_ids(ids: Tensor) -> bytes:
     return buffer.getvalue()
 
 
-class SegmentMasks:
-    """Masks of many segments of a panoptic file: the pixels of a PNG that have the segment's id.
+class SegmentMasks(NamedTuple):
+    """Masks of many segments of a panoptic file: the pixels of a PNG that have the segment's id."""
 
-    Args:
-        folder: of the PNGs.
-        files: name of the PNG of each image.
-        ids: (N,) int32 ids of all segments.
-        max_pixels: limit for a PNG.
-    """
-
-    def __init__(self, folder: Path, files: Sequence[str], ids: Tensor, max_pixels: int = MAX_PIXELS) -> None:
-        self._folder = folder
-        self._files = list(files)
-        self._ids = ids
-        self._max_pixels = max_pixels
+    folder: Path  # of the PNGs
+    files: list[str]  # name of the PNG of each image
+    ids: Tensor  # (N,) int32, of all segments
+    max_pixels: int  # limit for a PNG
 
     def read(self, index: int, rows: slice, size: tuple[int, int]) -> Tensor:
         """Return masks (T, h, w) uint8 of the segments in ``rows``, for the image at ``index``, of ``size`` (h, w).
@@ -284,15 +276,22 @@ class SegmentMasks:
             InputError: the PNG is missing or cannot be read.
             ValueError: the PNG has another size.
         """
-        path = self._folder / self._files[index]
-        pixels = read_ids(path, self._max_pixels)
+        path = self.folder / self.files[index]
+        pixels = read_ids(path, self.max_pixels)
         if pixels.shape != size:
             height, width = pixels.shape
             raise ValueError(
                 f"the panoptic PNG {printable(path)} has {width} x {height} pixels (width x height), "
                 f"the image has {size[1]} x {size[0]}"
             )
-        return (pixels == self._ids[rows, None, None]).to(torch.uint8)
+        return (pixels == self.ids[rows, None, None]).to(torch.uint8)
+
+
+def mask_box(mask: np.ndarray) -> list[int]:
+    """Return x, y, width and height of the box around the pixels of a mask (H, W), which has at least one."""
+    rows, columns = np.flatnonzero(mask.any(axis=1)), np.flatnonzero(mask.any(axis=0))
+    x, y = int(columns[0]), int(rows[0])
+    return [x, y, int(columns[-1]) + 1 - x, int(rows[-1]) + 1 - y]
 
 
 def segment_extents(ids: Tensor) -> tuple[SegmentExtent, ...]:

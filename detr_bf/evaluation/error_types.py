@@ -72,7 +72,7 @@ class _Rows(NamedTuple):
         hits, labels = self.kinds[order] == HIT, self.labels[order]
         known = np.flatnonzero(totals)
         places = zip(known, *(np.searchsorted(labels, known, side=side) for side in ("left", "right")), strict=True)
-        values = [_sorted_precision(hits[begin:end], int(totals[k])) for k, begin, end in places]
+        values = [average_precision(hits[begin:end], int(totals[k])) for k, begin, end in places]
         return float(np.mean(values)) if values else None
 
     def at(self, kept: np.ndarray) -> _Rows:
@@ -145,20 +145,11 @@ def _becomes(image: ImageErrors) -> np.ndarray:
     return becomes
 
 
-def average_precision(detections: Sequence[tuple[float, bool]], num_objects: int) -> float:
+def average_precision(hits: np.ndarray, num_objects: int) -> float:
     """Return COCO's AP of one class at one IoU: mean interpolated precision at 101 recalls.
 
-    Args:
-        detections: score, and whether it is a hit.
-        num_objects: at least 1.
+    ``hits`` (D,) bool are the detections by descending score; ``num_objects`` is at least 1.
     """
-    scores = np.array([score for score, _ in detections], dtype=np.float64)
-    hits = np.array([hit for _, hit in detections], dtype=bool)
-    return _sorted_precision(hits[np.argsort(-scores, kind="stable")], num_objects)
-
-
-def _sorted_precision(hits: np.ndarray, num_objects: int) -> float:
-    """Return :func:`average_precision` of detections (D,) bool by descending score."""
     found = np.cumsum(hits)
     precision = found / (np.arange(len(hits)) + 1)
     best_from = np.append(np.maximum.accumulate(precision[::-1])[::-1], 0.0)
@@ -429,7 +420,14 @@ def error_document(
             for k, name in enumerate(class_names)
             if with_objects[k]
         },
-        "worst": [_worst_entry(image) for image in worst_images(images, threshold, most)],
+        "worst": [
+            {
+                "image_id": image.image_id,
+                "missed": int(image.missed.sum()),
+                "errors": dict(Counter(kind for kind in image.types if kind not in (HIT, IGNORED))),
+            }
+            for image in worst_images(images, threshold, most)
+        ],
         "suspects": [
             {**suspect._asdict(), "box": list(suspect.box)} for suspect in label_suspects(images, most, missing)
         ],
@@ -454,8 +452,3 @@ def _matched_part(images: Sequence[ImageErrors], num_classes: int) -> dict[str, 
 
 def _plain(value: float) -> float | None:
     return None if np.isnan(value) else float(value)
-
-
-def _worst_entry(image: ImageErrors) -> dict[str, Any]:
-    counts = Counter(kind for kind in image.types if kind not in (HIT, IGNORED))
-    return {"image_id": image.image_id, "missed": int(image.missed.sum()), "errors": dict(counts)}

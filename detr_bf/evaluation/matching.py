@@ -10,7 +10,7 @@ Shape legend: D detections, O objects without crowds.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -56,18 +56,8 @@ class ImageErrors:
         Matches stay the same, because higher scores are matched first.
         """
         kept = int((self.scores >= threshold).sum())
-        return ImageErrors(
-            self.image_id,
-            self.boxes[:kept],
-            self.scores[:kept],
-            self.labels[:kept],
-            self.object_boxes,
-            self.object_labels,
-            self.ious[:kept],
-            self.matches[:kept],
-            self.types[:kept],
-            self.causes[:kept],
-        )
+        of_detections = ("boxes", "scores", "labels", "ious", "matches", "types", "causes")
+        return replace(self, **{name: getattr(self, name)[:kept] for name in of_detections})
 
 
 def image_errors(
@@ -112,11 +102,9 @@ def image_errors(
     for (image_id, own, ious), comparison in zip(found, compared, strict=True):
         rows = slice(end, end + len(comparison.matches))
         end = rows.stop
-        detected, kinds = (boxes[rows], scores[rows], labels[rows]), tuple(types[rows])
-        result = ImageErrors(
-            image_id, *detected, own.corners, own.labels, ious, comparison.matches, kinds, causes[rows]
-        )
-        errors.append(result)
+        objects_and_matches = own.corners, own.labels, ious, comparison.matches
+        detected = boxes[rows], scores[rows], labels[rows]
+        errors.append(ImageErrors(image_id, *detected, *objects_and_matches, tuple(types[rows]), causes[rows]))
     return errors
 
 

@@ -31,7 +31,7 @@ from detr_bf.data.annotation_values import (
     value_text,
 )
 from detr_bf.data.images import MAX_PIXELS
-from detr_bf.data.masks import encoded_ids, read_ids
+from detr_bf.data.masks import encoded_ids, mask_box, read_ids
 from detr_bf.evaluation.panoptic_errors import SegmentMatches, SegmentPair, segment_errors
 from detr_bf.evaluation.results import PANOPTIC_METRIC_NAMES, PanopticClassResult, PanopticSummary
 
@@ -113,7 +113,12 @@ class EncodedMap(NamedTuple):
 
 def encode(found: PanopticMap, class_map: ClassMap, file_names: Mapping[int, str]) -> EncodedMap:
     """Return a map in COCO's format; arguments and errors as in :func:`write_panoptic`."""
-    name = _png_name(found.image_id, file_names)
+    if found.image_id not in file_names:
+        raise InputError(f"image id {found.image_id} has no file name to write its panoptic PNG to: name every image")
+    try:
+        name = png_name(file_names[found.image_id])
+    except ValueError as error:
+        raise InputError(f"image id {found.image_id} has {error}") from None
     areas = areas_of(found, class_map.num_classes)
     segments = [_segment_info(found.ids.cpu().numpy(), s, areas[s.id], class_map) for s in found.segments]
     annotation = {"image_id": found.image_id, "file_name": name, "segments_info": segments}
@@ -244,25 +249,13 @@ def _value(where: str, entry: object, key: str, kind: type) -> Any:
     return value
 
 
-def _png_name(image_id: int, file_names: Mapping[int, str]) -> str:
-    if image_id not in file_names:
-        raise InputError(f"image id {image_id} has no file name to write its panoptic PNG to: name every image")
-    try:
-        return png_name(file_names[image_id])
-    except ValueError as error:
-        raise InputError(f"image id {image_id} has {error}") from None
-
-
 def _segment_info(ids: np.ndarray, segment: Segment, area: int, class_map: ClassMap) -> dict[str, Any]:
-    """Return an entry of ``segments_info``; bbox is x, y, width, height in pixels."""
-    mask = ids == segment.id
-    rows, columns = np.flatnonzero(mask.any(axis=1)), np.flatnonzero(mask.any(axis=0))
-    top, left, bottom, right = (int(line) for line in (rows[0], columns[0], rows[-1] + 1, columns[-1] + 1))
+    """Return an entry of ``segments_info``."""
     return {
         "id": segment.id,
         "category_id": class_map.category_ids[segment.label],
         "area": area,
-        "bbox": [left, top, right - left, bottom - top],
+        "bbox": mask_box(ids == segment.id),
         "iscrowd": 0,
         "isthing": int(class_map.is_thing[segment.label]),
     }
@@ -278,14 +271,7 @@ class PanopticEvaluator:
     the ground truth are read from the annotation file. Ids of a ground-truth PNG that its annotation does not list
     match nothing and are not void.
 
-    Args:
-        annotations: COCO panoptic JSON with ``annotations`` and ``categories``.
-        folder: of its PNG files.
-        class_map: the model's classes; ``Segment.label`` indexes into it.
-        max_pixels: limit for a PNG file.
-
-    Raises:
-        InputError: a path is missing, the file is not a COCO panoptic JSON, its categories contradict ``class_map``.
+    Arguments and errors are those of :class:`PanopticFile`.
     """
 
     def __init__(
@@ -293,12 +279,7 @@ class PanopticEvaluator:
     ) -> None:
         self.class_map = class_map
         self._truths = PanopticFile(annotations, folder, class_map, max_pixels)
-        self._counts: dict[int, SegmentMatches] = {}
-
-    @property
-    def counts(self) -> Mapping[int, SegmentMatches]:
-        """Return matches and errors by image id."""
-        return self._counts
+        self.counts: dict[int, SegmentMatches] = {}  # matches and errors by image id
 
     def update(self, maps: Sequence[PanopticMap]) -> None:
         """Add images, including images without segments.
@@ -313,7 +294,7 @@ class PanopticEvaluator:
                     f"a panoptic map for image id {found.image_id}, which has no annotation in the annotation file: "
                     "evaluate with the annotation file the images were read from"
                 )
-            if found.image_id in self._counts:
+            if found.image_id in self.counts:
                 raise InputError(
                     f"image id {found.image_id} was given twice: every image counts once. "
                     "Join the evaluators of several processes with merge"
@@ -324,9 +305,8 @@ class PanopticEvaluator:
                     f"the panoptic map of image id {found.image_id} is of shape {tuple(found.ids.shape)}, its ground "
                     f"truth of shape {tuple(truth.ids.shape)}: make maps of the file's height x width"
                 )
-            self._counts[found.image_id] = _compare(
-                truth, found, areas_of(found, self.class_map.num_classes), self.class_map.is_thing
-            )
+            areas = areas_of(found, self.class_map.num_classes)
+            self.counts[found.image_id] = _compare(truth, found, areas, self.class_map.is_thing)
 
     def merge(self, other: PanopticEvaluator) -> None:
         """Add the images of ``other``; for an image in both, the result of ``self`` is kept.
@@ -340,8 +320,8 @@ class PanopticEvaluator:
             raise InputError(
                 "panoptic evaluators of different annotation files or classes cannot be merged: use the same in all"
             )
-        for image_id, counts in other._counts.items():
-            self._counts.setdefault(image_id, counts)
+        for image_id, counts in other.counts.items():
+            self.counts.setdefault(image_id, counts)
 
     def summarize(self, partial: bool = False) -> PanopticSummary:
         """Return the metrics of all images of the file; with ``partial``, of those added so far only.
@@ -349,14 +329,14 @@ class PanopticEvaluator:
         Raises:
             InputError: images are missing and ``partial`` is False.
         """
-        missing = sorted(self._truths.keys() - self._counts.keys())
+        missing = sorted(self._truths.keys() - self.counts.keys())
         if missing and not partial:
             raise InputError(
                 f"{len(missing)} of {len(self._truths)} images were not evaluated, the first of image id {missing[0]}: "
                 "evaluate all images, or call summarize(partial=True)"
             )
-        per_class = _per_class([self._counts[image_id] for image_id in sorted(self._counts)], self.class_map)
-        return PanopticSummary(**_nine_numbers(per_class.values()), per_class=per_class, num_images=len(self._counts))
+        per_class = _per_class([self.counts[image_id] for image_id in sorted(self.counts)], self.class_map)
+        return PanopticSummary(**_nine_numbers(per_class.values()), per_class=per_class, num_images=len(self.counts))
 
 
 def _compare(
@@ -410,8 +390,8 @@ def _per_class(counts: Sequence[SegmentMatches], class_map: ClassMap) -> dict[st
     for image in counts:
         for label, iou in image.matches:
             ious[label].append(iou)
-    fp = Counter(label for image in counts for label in image.false_positives)
-    fn = Counter(label for image in counts for label in image.false_negatives)
+    fp = Counter(error.label for image in counts for error in image.wrong)
+    fn = Counter(error.label for image in counts for error in image.missed)
     return {
         name: _class_result(ious[index], fp[index], fn[index], class_map.is_thing[index])
         for index, name in enumerate(class_map.distinct_names)

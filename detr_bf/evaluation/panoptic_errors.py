@@ -49,16 +49,6 @@ class SegmentMatches(NamedTuple):
     ignored: tuple[int, ...]  # ids of predicted segments that count nowhere
 
     @property
-    def false_positives(self) -> tuple[int, ...]:
-        """Return the class of each wrong segment."""
-        return tuple(error.label for error in self.wrong)
-
-    @property
-    def false_negatives(self) -> tuple[int, ...]:
-        """Return the class of each missed segment."""
-        return tuple(error.label for error in self.missed)
-
-    @property
     def lost(self) -> float:
         """Return the sum of 1 - IoU over matches, 0.5 for each wrong and 0.5 for each missed segment."""
         return sum(1 - iou for _, iou in self.matches) + 0.5 * (len(self.wrong) + len(self.missed))

@@ -88,13 +88,13 @@ class Split:
         record = self.file(image)
         return annotated_size(image) or (record.sizes.rotated if record and record.sizes else None)
 
-    def sizes_of(self, objects: Entries) -> np.ndarray:
+    def sizes_of(self, objects: Sequence[Mapping[str, Any]]) -> np.ndarray:
         """Return :meth:`size` of the image of each object: (N, 2) float64, NaN if the image or its size is unknown."""
         images = self.content.images
         sizes = np.array([self.size(image) or (np.nan, np.nan) for image in images], dtype=np.float64).reshape(-1, 2)
         known = integers(values_of(images, "id"))
         order = np.argsort(known, kind="stable")
-        ids = objects.numbers("image_id")
+        ids = integers(values_of(objects, "image_id"))
         found = order[np.searchsorted(known, ids, side="right", sorter=order) - 1]  # of equal ids the last
         return np.where((known[found] == ids)[:, None], sizes[found], np.nan)
 

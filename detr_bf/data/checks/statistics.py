@@ -19,7 +19,7 @@ from scipy.sparse import csr_array
 
 from detr_bf.common.text import listed
 from detr_bf.data.checks.report import Split
-from detr_bf.data.columns import Entries, integers, values_of
+from detr_bf.data.columns import Entries, boxes_of, integers, values_of
 
 LEAST_DISTANCE = 0.15
 RESPLITS = 499
@@ -129,9 +129,13 @@ def _numbers(split: Split) -> _Numbers:
     objects, images = split.objects, split.content.images
     order = integers(values_of(images, "id"))
     by_id = np.argsort(order)
-    ids, labels, boxes, areas = _arrays_of(objects)
+    ids, labels = (integers(values_of(objects, key)).astype(np.int64) for key in ("image_id", "category_id"))
     owner = by_id[np.searchsorted(order, ids, sorter=by_id)]
-    width, height = boxes[:, 2], boxes[:, 3]
+    width, height = boxes_of(objects)[:, 2:].T
+    if isinstance(objects, Entries):
+        areas = np.where(objects.is_number("area"), objects.numbers("area"), np.nan)
+    else:
+        areas = np.array([each.get("area") for each in objects], dtype=np.float64)
     areas = np.where(np.isnan(areas), width.clip(0) * height.clip(0), areas)
     sizes = np.array([split.size(image) or (0, 0) for image in images], dtype=np.float64).reshape(-1, 2)
     known = np.all(sizes > 0, axis=1)
@@ -147,16 +151,6 @@ def _numbers(split: Split) -> _Numbers:
         "objects_per_image": _Values(np.bincount(owner, minlength=len(images)), each_image),
     }
     return _Numbers(len(images), _Values(labels, owner), distributions, areas)
-
-
-def _arrays_of(objects: Sequence[Mapping[str, Any]]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return image ids, category ids (M,) int64, boxes (M, 4) and areas (M,) float64, NaN if not given."""
-    ids, labels = (integers(values_of(objects, key)).astype(np.int64) for key in ("image_id", "category_id"))
-    if isinstance(objects, Entries):
-        areas = np.where(objects.is_number("area"), objects.numbers("area"), np.nan)
-        return ids, labels, np.array(objects.boxes, dtype=np.float64).reshape(-1, 4), areas
-    boxes = np.array([each["bbox"] for each in objects], dtype=np.float64).reshape(-1, 4)
-    return ids, labels, boxes, np.array([each.get("area") for each in objects], dtype=np.float64)
 
 
 def _summary_numbers(split: Split, numbers: _Numbers) -> dict[str, Any]:
