@@ -34,15 +34,8 @@ logger = logging.getLogger(__name__)
 _Found = TypeVar("_Found")
 _Side = Annotated[int, Meta(ge=0)]  # checked when a record of an image is read from JSON
 
-IMAGE_FORMATS = (
-    "JPEG",
-    "PNG",
-    "WEBP",
-    "BMP",
-    "TIFF",
-    "GIF",
-    "AVIF",
-)  # JPEG is MPO too; AVIF where Pillow was built with it
+# JPEG is MPO too; AVIF where Pillow was built with it
+IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF", "AVIF")
 MAX_PIXELS = 178_956_970  # default of data.max_pixels: Pillow warns above it
 _BYTES_PER_PIXEL = 8  # limit of the file size: uncompressed RGBA of 16 bits
 _SMALLEST_LIMIT = 2**26  # bytes; the limit of the file size is never smaller

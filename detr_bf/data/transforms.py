@@ -66,7 +66,7 @@ def train_transform(
         InputError: a name of ``extra`` is not in :data:`TRANSFORMS`.
     """
     added = [_Registered(name) for name in extra]
-    resize = RandomResize(short_sides, max_size, size_divisor) if square is None else SquareResize(square)
+    resize = _resize(short_sides, max_size, square, size_divisor)
     crop = v2.Compose([RandomResize(crop_short_sides), RandomSizeCrop(crop_min, crop_max), resize])
     resize_or_crop = v2.RandomChoice([resize, crop], p=[1 - random_crop, random_crop])
     return v2.Compose([v2.RandomHorizontalFlip(horizontal_flip), resize_or_crop, *added])
@@ -103,7 +103,11 @@ def eval_transform(
 
     Without ``square`` the sides are rounded to multiples of ``size_divisor``.
     """
-    return RandomResize([short_side], max_size, size_divisor) if square is None else SquareResize(square)
+    return _resize([short_side], max_size, square, size_divisor)
+
+
+def _resize(short_sides: Sequence[int], max_size: int, square: int | None, divisor: int) -> v2.Transform:
+    return RandomResize(short_sides, max_size, divisor) if square is None else v2.Resize((square, square))
 
 
 def eval_sample(transform: SampleTransform, pixels: Tensor, index: int) -> tuple[Tensor, Target]:
@@ -157,13 +161,6 @@ class RandomResize(v2.Transform):
 
     def transform(self, inpt: Any, params: dict[str, Any]) -> Any:
         return functional.resize(inpt, params["size"], antialias=True)
-
-
-class SquareResize(v2.Resize):
-    """Resize to a square of ``side`` pixels, bilinear with antialiasing; masks to the nearest pixel."""
-
-    def __init__(self, side: int) -> None:
-        super().__init__((side, side), antialias=True)
 
 
 class RandomSizeCrop(nn.Module):

@@ -57,10 +57,7 @@ class Split:
     @cached_property
     def images(self) -> Mapping[int, Mapping[str, Any]]:
         """Images by id."""
-        images = self.content.images
-        if isinstance(images, Entries):
-            return _ImagesById(images)
-        return {image["id"]: image for image in images}
+        return _ImagesById(self.content.images)
 
     @cached_property
     def objects(self) -> Sequence[Mapping[str, Any]]:
@@ -80,13 +77,21 @@ class Split:
         class_map = self.content.class_map
         return dict(zip(class_map.category_ids, class_map.names, strict=True))
 
-    def file(self, image: Mapping[str, Any]) -> ImageRecord | None:
-        return self.files.get(image["file_name"])
+    def records(self) -> Iterator[tuple[Mapping[str, Any], ImageRecord]]:
+        """Yield the images whose files exist, with the records of the files."""
+        for image in self.content.images:
+            if record := self.files.get(image["file_name"]):
+                yield image, record
 
     def size(self, image: Mapping[str, Any]) -> tuple[int, int] | None:
         """Return (height, width) that the boxes refer to, or None if not known."""
-        record = self.file(image)
+        record = self.files.get(image["file_name"])
         return annotated_size(image) or (record.sizes.rotated if record and record.sizes else None)
+
+    def size_of(self, image_id: int) -> tuple[int, int] | None:
+        """Return :meth:`size` of the image with an id, None for an id that is not listed."""
+        image = self.images.get(image_id)
+        return self.size(image) if image else None
 
     def sizes_of(self, objects: Sequence[Mapping[str, Any]]) -> np.ndarray:
         """Return :meth:`size` of the image of each object: (N, 2) float64, NaN if the image or its size is unknown."""
@@ -103,8 +108,7 @@ class Split:
         """Annotations of a detection file with an invalid segmentation, and objects without a pixel in their image."""
         invalid, empty = [], []
         for annotation in self.content.annotations:  # crowds too: the evaluation ignores detections in them
-            image = self.images.get(annotation["image_id"])
-            size = self.size(image) if image else None
+            size = self.size_of(annotation["image_id"])
             try:
                 parts = parts_of(annotation.get("segmentation"), size)
             except ValueError as error:
@@ -140,11 +144,11 @@ class Split:
 
 
 class _ImagesById(Mapping[int, Mapping[str, Any]]):
-    """Images of columns by id; of images with the same id the last."""
+    """Images by id, made when they are read; of images with the same id the last."""
 
-    def __init__(self, images: Entries) -> None:
+    def __init__(self, images: Sequence[Mapping[str, Any]]) -> None:
         self._images = images
-        self._indices = {image_id: index for index, image_id in enumerate(images.values("id"))}
+        self._indices = {image_id: index for index, image_id in enumerate(values_of(images, "id"))}
 
     def __len__(self) -> int:
         return len(self._indices)
