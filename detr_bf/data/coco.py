@@ -28,8 +28,6 @@ from detr_bf.data.annotation_values import (
     LARGEST,
     MAX_INT,
     annotation_values,
-    crowd_mask,
-    is_crowd,
     is_id,
     png_name,
     segment_id,
@@ -39,6 +37,7 @@ from detr_bf.data.annotation_values import (
     unit_problem,
     unknown_ids,
     value_text,
+    without_crowds,
 )
 from detr_bf.data.augment import Augmentation, boxes_of_masks
 from detr_bf.data.batches import SampleKey, read_or_replace
@@ -168,11 +167,7 @@ def check_maps(content: CocoAnnotations, folder: Path | None, masks: bool) -> No
 
 
 def annotated_size(image: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Return (height, width) of an entry of ``images``, or None if missing.
-
-    Raises:
-        InputError: they are not numbers.
-    """
+    """Return (height, width) of an entry of ``images``, or None if missing; InputError if they are not numbers."""
     height, width = image.get("height"), image.get("width")
     if height is None or width is None:
         return None
@@ -185,11 +180,7 @@ def annotated_size(image: Mapping[str, Any]) -> tuple[int, int] | None:
 
 
 def annotated_sizes(images: Sequence[Mapping[str, Any]]) -> Sequence[tuple[int, int] | None]:
-    """Return :func:`annotated_size` of all images.
-
-    Raises:
-        InputError: a size is not a number.
-    """
+    """Return :func:`annotated_size` of all images; InputError if a size is not a number."""
     if isinstance(images, Entries):
         sides = [images.numbers(key) for key in ("height", "width")]
         known = ~(images.is_none("height") | images.is_none("width"))
@@ -465,12 +456,9 @@ def _ordered_objects(
 ) -> Sequence[Mapping[str, Any]]:
     """Return all annotations except crowds, in the order of the images; :class:`InputError` if one is not usable."""
     check_annotations(content, category_ids, maps)
-    if isinstance(annotations := content.annotations, Entries):
-        found = annotations.where(~crowd_mask(annotations))
-        return found.where(np.argsort(_indices_of(found.numbers("image_id"), image_ids), kind="stable"))
-    order = {image_id: index for index, image_id in enumerate(image_ids)}
-    objects = [annotation for annotation in content.annotations if not is_crowd(annotation)]
-    return sorted(objects, key=lambda annotation: order[annotation["image_id"]])
+    objects = without_crowds(content.annotations)
+    order = np.argsort(_indices_of(integers(values_of(objects, "image_id")), image_ids), kind="stable")
+    return objects.where(order) if isinstance(objects, Entries) else [objects[number] for number in order.tolist()]
 
 
 def _object_tables(

@@ -247,11 +247,7 @@ class _EntryList:
         self._decoder = msgspec.json.Decoder(list[entry])  # type: ignore[valid-type]
 
     def finish(self) -> tuple[dict[str, Column | BoxColumn], int]:
-        """Return the columns and the number of entries.
-
-        Raises:
-            UnsupportedError: an entry lacks a required value.
-        """
+        """Return the columns and the number of entries; UnsupportedError if an entry lacks a required value."""
         columns: dict[str, Column | BoxColumn] = {}
         for key in list(self._builders):
             columns[key] = self._builders.pop(key).finish()

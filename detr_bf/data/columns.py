@@ -14,10 +14,11 @@ Shape legend: N entries of a list.
 from __future__ import annotations
 
 import json
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, overload
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -26,6 +27,8 @@ ABSENT, NULL, INT, FLOAT, TEXT, JSON = range(6)  # kinds of values; JSON: lists,
 _KIND_OF = {msgspec.UnsetType: ABSENT, type(None): NULL, int: INT, float: FLOAT, str: TEXT}
 _BLOCK = 4096  # entries that are made together
 _EXACT = 2**53  # limit of the integers that float64 holds exactly
+
+Item = TypeVar("Item")
 
 
 class UnsupportedError(Exception):
@@ -106,8 +109,32 @@ class ColumnStore:
         return ColumnStore, (self.columns, self.lengths, self.categories)
 
 
-class Entries(Sequence[Mapping[str, Any]]):
-    """Entries of one list of a :class:`ColumnStore`, all or those of some rows, as dictionaries made when read."""
+class _MadeWhenRead(Sequence[Item]):
+    """Sequence of which only the items that are read exist as Python objects."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    @abstractmethod
+    def items_at(self, indices: np.ndarray) -> list[Item]:
+        """Return the items at some indices."""
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return self.items_at(np.arange(*index.indices(len(self))))
+        return self.items_at(np.array([range(len(self))[index]]))[0]
+
+    def __iter__(self) -> Iterator[Item]:
+        for start in range(0, len(self), _BLOCK):
+            yield from self[start : start + _BLOCK]
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Sequence) or len(self) != len(other):
+            return False
+        return all(one == another for one, another in zip(self, other, strict=True))
+
+
+class Entries(_MadeWhenRead[Mapping[str, Any]]):
+    """Entries of one list of a :class:`ColumnStore`, all or those of some rows, as dictionaries."""
 
     def __init__(self, store: ColumnStore, part: str, rows: np.ndarray | None = None) -> None:
         self._store, self._part, self._rows = store, part, rows
@@ -120,26 +147,6 @@ class Entries(Sequence[Mapping[str, Any]]):
 
     def __len__(self) -> int:
         return self._store.lengths[self._part] if self._rows is None else len(self._rows)
-
-    @overload
-    def __getitem__(self, index: int) -> Mapping[str, Any]: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Mapping[str, Any]]: ...
-
-    def __getitem__(self, index: int | slice) -> Mapping[str, Any] | Sequence[Mapping[str, Any]]:
-        if isinstance(index, slice):
-            return self._made(np.arange(*index.indices(len(self))))
-        return self._made(np.array([range(len(self))[index]]))[0]
-
-    def __iter__(self) -> Iterator[Mapping[str, Any]]:
-        for start in range(0, len(self), _BLOCK):
-            yield from self._made(np.arange(start, min(start + _BLOCK, len(self))))
-
-    def __eq__(self, other: object) -> bool:
-        return _equal(self, other)
-
-    __hash__ = None  # type: ignore[assignment]
 
     def where(self, chosen: np.ndarray) -> Entries:
         """Return the entries for which a mask (N,) is True, or those of the given indices, in their order."""
@@ -174,10 +181,6 @@ class Entries(Sequence[Mapping[str, Any]]):
             return np.zeros((0, 4))
         return self.numbers("bbox") if isinstance(self._columns.get("bbox"), BoxColumn) else None
 
-    def values(self, key: str) -> Values:
-        """Return the values of a key that every entry has."""
-        return Values(self, key)
-
     def listed(self, key: str, indices: np.ndarray) -> list[Any]:
         """Return the values of a key of the entries ``indices``."""
         return self._columns[key].values(self._chosen(indices, inverse=True))
@@ -187,7 +190,7 @@ class Entries(Sequence[Mapping[str, Any]]):
             return values
         return self._rows[values] if inverse else values[self._rows]
 
-    def _made(self, indices: np.ndarray) -> list[Mapping[str, Any]]:
+    def items_at(self, indices: np.ndarray) -> list[Mapping[str, Any]]:
         rows, keys = self._chosen(indices, inverse=True), tuple(self._columns)
         if not keys:
             return [{} for _ in rows]
@@ -200,16 +203,11 @@ class Entries(Sequence[Mapping[str, Any]]):
         ]
 
 
-class Values(Sequence[Any]):
+class Values(_MadeWhenRead[Any]):
     """Values of one key of all entries."""
-
-    __hash__ = None  # type: ignore[assignment]
 
     def __init__(self, entries: Entries, key: str) -> None:
         self._entries, self._key = entries, key
-
-    def __eq__(self, other: object) -> bool:
-        return _equal(self, other)
 
     @property
     def numbers(self) -> np.ndarray:
@@ -218,33 +216,18 @@ class Values(Sequence[Any]):
     def __len__(self) -> int:
         return len(self._entries)
 
-    def __getitem__(self, index: int | slice) -> Any:
-        if isinstance(index, slice):
-            return self._entries.listed(self._key, np.arange(*index.indices(len(self))))
-        return self._entries.listed(self._key, np.array([range(len(self))[index]]))[0]
-
-    def __iter__(self) -> Iterator[Any]:
-        for start in range(0, len(self), _BLOCK):
-            yield from self[start : start + _BLOCK]
-
-
-def _equal(values: Sequence[Any], other: object) -> bool:
-    """Return True for a sequence of equal values."""
-    if not isinstance(other, Sequence) or len(values) != len(other):
-        return False
-    return all(one == another for one, another in zip(values, other, strict=True))
+    def items_at(self, indices: np.ndarray) -> list[Any]:
+        return self._entries.listed(self._key, indices)
 
 
 def values_of(entries: Sequence[Mapping[str, Any]], key: str) -> Sequence[Any]:
     """Return the values of a key that every entry has."""
-    return entries.values(key) if isinstance(entries, Entries) else [entry[key] for entry in entries]
+    return Values(entries, key) if isinstance(entries, Entries) else [entry[key] for entry in entries]
 
 
 def distinct(entries: Sequence[Mapping[str, Any]], key: str) -> set[Any]:
     """Return the distinct values of a key; every entry has it, with a whole number."""
-    return (
-        set(np.unique(entries.numbers(key)).tolist()) if isinstance(entries, Entries) else set(values_of(entries, key))
-    )
+    return set(np.unique(integers(values_of(entries, key))).tolist())
 
 
 def integers(values: Sequence[int]) -> np.ndarray:
@@ -269,11 +252,7 @@ class ColumnBuilder:
             self._parts.append((absent, np.array([ABSENT], dtype=np.uint8), none, none, b""))
 
     def add(self, values: Sequence[Any]) -> None:
-        """Append values as msgspec decodes them.
-
-        Raises:
-            UnsupportedError: a number that no column holds exactly.
-        """
+        """Append values as msgspec decodes them; UnsupportedError for a number that no column holds exactly."""
         if not values:
             return
         types, none = set(map(type, values)), np.zeros(0, dtype=np.int8)
@@ -401,7 +380,7 @@ def _joined(parts: Sequence[np.ndarray], counts: Sequence[int]) -> np.ndarray:
     return np.concatenate(found) if found else np.zeros(0, dtype=np.uint8)
 
 
-class AnnotatedSizes(Sequence[tuple[int, int] | None]):
+class AnnotatedSizes(_MadeWhenRead[tuple[int, int] | None]):
     """Sizes (height, width) of images in an array (N, 2), in which -1 is an unknown one."""
 
     def __init__(self, sizes: np.ndarray) -> None:
@@ -410,13 +389,5 @@ class AnnotatedSizes(Sequence[tuple[int, int] | None]):
     def __len__(self) -> int:
         return len(self._sizes)
 
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return list(AnnotatedSizes(self._sizes[index]))
-        height, width = self._sizes[index].tolist()
-        return None if height < 0 else (height, width)
-
-    def __iter__(self) -> Iterator[tuple[int, int] | None]:
-        for start in range(0, len(self), 4096):
-            for height, width in self._sizes[start : start + 4096].tolist():
-                yield None if height < 0 else (height, width)
+    def items_at(self, indices: np.ndarray) -> list[tuple[int, int] | None]:
+        return [None if height < 0 else (height, width) for height, width in self._sizes[indices].tolist()]

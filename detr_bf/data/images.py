@@ -235,10 +235,7 @@ def boxes_as_stored(folder: Path, images: Iterable[tuple[str, tuple[int, int] | 
     A mirrored image, one turned by 180 degrees, and a square one have the same size before and after the rotation, so
     the other images of the file decide: those whose sides the rotation exchanges, if all of them agree. None: there are
     none, or they disagree. If none of up to 500 evenly spaced files has an EXIF rotation, no other file is read.
-
-    Args:
-        folder: of the images.
-        images: file name, and (height, width) as annotated or None, of each image.
+    ``images`` are file names, each with (height, width) as annotated or None.
     """
     known = [(name, size) for name, size in images if size is not None]
     read = {name: _of_header(folder / name, image_sizes) for name, _ in known[:: _step(known)]}

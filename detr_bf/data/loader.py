@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing.process import BaseProcess
 from typing import TypeVar
 
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset
 
 from detr_bf.acceleration.allocator import release_freed_memory, without_garbage_collection
 from detr_bf.common.errors import InputError
@@ -76,7 +76,7 @@ class BatchLoader(DataLoader[BatchT]):
 
 def make_loader(
     dataset: Dataset[SampleT],
-    batches: Sampler[list[SampleKey]],
+    batches: Iterable[list[SampleKey]],
     *,
     collate: Callable[[list[SampleT]], BatchT],
     workers: int,

@@ -39,12 +39,9 @@ class Part(NamedTuple):
 
 
 class Segmentations:
-    """Masks of many objects of a detection file, stored as one byte string and three tensors.
+    """Masks of many objects of a detection file, each given by :func:`parts_of`, in one byte string and three tensors.
 
     Python lists of COCO's tens of millions of coordinates would be copied into every worker process.
-
-    Args:
-        parts: for each object, the result of :func:`parts_of`.
     """
 
     def __init__(self, parts: Iterable[tuple[Part, ...]]) -> None:
@@ -56,9 +53,7 @@ class Segmentations:
         self._part_starts = _starts(map(len, objects))  # (objects + 1,)
 
     def read(self, index: int, rows: slice, size: tuple[int, int]) -> Tensor:
-        """Return masks (T, h, w) uint8 of the objects in ``rows``, for an image of ``size`` (h, w).
-
-        ``index`` of the image is not used.
+        """Return masks (T, h, w) uint8 of the objects in ``rows``, for an image of ``size`` (h, w), at any ``index``.
 
         Raises:
             ValueError: run lengths are for an image of another size.
@@ -107,10 +102,8 @@ def covers_a_pixel(parts: Sequence[Part], size: tuple[int, int]) -> bool:
     for data, (height, _) in parts:
         if not height and _is_large(np.frombuffer(data).tolist(), size):
             return True
-        encoded = (
-            {"size": [*size], "counts": data} if height else coco_mask.frPyObjects([np.frombuffer(data)], *size)[0]
-        )
-        if coco_mask.area(encoded):
+        drawn = None if height else coco_mask.frPyObjects([np.frombuffer(data)], *size)[0]
+        if coco_mask.area(drawn or {"size": [*size], "counts": data}):
             return True
     return False
 

@@ -47,9 +47,7 @@ class WorkerDiedError(RuntimeError):
 def restart_dead_workers(make_batches: Callable[[int], Iterator[BatchT]], start: int) -> Iterator[BatchT]:
     """Yield the batches of ``make_batches(start)``; after a worker's death continue with the first missing batch.
 
-    Args:
-        make_batches: index of a batch -> the batches from there on, the same ones at every call.
-        start: index of the first batch.
+    ``make_batches`` returns the batches from an index on, the same ones at every call.
 
     Raises:
         TrainingError: workers died :data:`MAX_DEATHS` times without a batch in between.
@@ -128,8 +126,7 @@ def raise_deaths(workers: Sequence[BaseProcess]) -> Iterator[None]:
     previous = signal.getsignal(signal.SIGCHLD)
 
     def check(number: int, frame: FrameType | None) -> None:
-        message = death_of(workers)
-        if message:
+        if message := death_of(workers):
             signal.signal(signal.SIGCHLD, previous)
             raise WorkerDiedError(message)
         if callable(previous):
@@ -137,8 +134,7 @@ def raise_deaths(workers: Sequence[BaseProcess]) -> Iterator[None]:
 
     signal.signal(signal.SIGCHLD, check)
     try:
-        message = death_of(workers)
-        if message:
+        if message := death_of(workers):
             raise WorkerDiedError(message)
         yield
     finally:

@@ -14,7 +14,7 @@ import importlib.util
 import io
 import logging
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -28,19 +28,9 @@ from detr_bf.common.errors import InputError
 from detr_bf.common.files import write_json
 from detr_bf.common.structures import ClassMap, Detections
 from detr_bf.common.text import listed, printable
-from detr_bf.data.annotation_values import (
-    BOX_ROUNDING,
-    annotation_values,
-    crowd_mask,
-    object_area,
-    suspect_areas,
-    suspect_boxes,
-    suspect_crowds,
-    unknown_ids,
-    value_text,
-)
+from detr_bf.data.annotation_values import BOX_ROUNDING, annotation_values, value_text
 from detr_bf.data.coco import CocoAnnotations, annotated_size, check_maps, read_annotations
-from detr_bf.data.columns import Entries, distinct
+from detr_bf.data.columns import distinct
 from detr_bf.data.images import MAX_PIXELS, header_size
 from detr_bf.data.masks import Segmentations, parts_of, read_ids
 from detr_bf.evaluation.error_types import scored_hits
@@ -149,7 +139,8 @@ class CocoEvaluator:
         Raises:
             InputError: images are missing and ``partial`` is False.
         """
-        summary, curves, self.errors = self._summary("bbox", self.class_map, partial)
+        self.errors = image_errors(self.ground_truth, self.detections, self.class_map)
+        summary, curves = self._summary("bbox", self.class_map, self.errors, partial)
         columns = np.argsort(np.argsort(self.class_map.category_ids))  # the engines' classes ascend by id
         self.precision = curves.precision[:, :, columns, 0, 2]
         return summary
@@ -163,11 +154,13 @@ class CocoEvaluator:
         classes = zip(self.class_map.category_ids, self.class_map.names, self.class_map.is_thing, strict=True)
         things = [(category_id, name) for category_id, name, is_thing in classes if is_thing]
         classes_of_things = ClassMap(tuple(i for i, _ in things), tuple(name for _, name in things))
-        summary, _, self.mask_errors = self._summary("segm", classes_of_things, partial)
-        return summary
+        self.mask_errors = image_errors(self.ground_truth, self.detections, self.class_map, masks=True)
+        return self._summary("segm", classes_of_things, self.mask_errors, partial)[0]
 
-    def _summary(self, kind: str, classes: ClassMap, partial: bool) -> tuple[CocoSummary, Curves, list[ImageErrors]]:
-        """Return metrics and curves of ``classes`` by the IoU of ``kind``, ``bbox`` or ``segm``, and all errors."""
+    def _summary(
+        self, kind: str, classes: ClassMap, errors: Sequence[ImageErrors], partial: bool
+    ) -> tuple[CocoSummary, Curves]:
+        """Return metrics and curves of ``classes`` by the IoU of ``kind``, ``bbox`` or ``segm``."""
         missing = [image_id for image_id in self._image_ids if image_id not in self._detections]
         if missing and not partial:
             raise InputError(
@@ -180,7 +173,6 @@ class CocoEvaluator:
         limits = (1, min(10, self.max_detections), self.max_detections)
         curves = match_and_accumulate(self.engine, ground_truth, results, limits, kind)
         objects = [annotation for annotation in ground_truth["annotations"] if not annotation["iscrowd"]]
-        errors = image_errors(self.ground_truth, self.detections, self.class_map, masks=kind == "segm")
         scored = scored_hits(errors, self.class_map.num_classes)
         scored = [scored[self.class_map.index[category_id]] for category_id in classes.category_ids]
         summary = CocoSummary(
@@ -196,7 +188,7 @@ class CocoEvaluator:
             engine=self.engine,
             best=all_classes(scored).best(),
         )
-        return summary, curves, errors
+        return summary, curves
 
 
 def merge_shards(shards: Iterable[Sequence[Detections]]) -> list[Detections]:
@@ -274,22 +266,16 @@ def load_ground_truth(
         image["id"]: annotated_size(image) or (header_size(images / image["file_name"]) if images else None)
         for image in content.images
     }
-    image_ids = sizes.keys()
-    kept = content.annotations
-    if isinstance(kept, Entries):
-        kept = kept.where(~unknown_ids(kept, "image_id", image_ids))
-    else:
-        kept = [annotation for annotation in kept if annotation["image_id"] in image_ids]
+    kept = [annotation for annotation in content.annotations if annotation["image_id"] in sizes]
     names = dict(zip(class_map.category_ids, class_map.names, strict=True))
     _check_classes(content, kept, names)
-    annotations = (None if masks else _complete_columns(kept)) or [
-        _complete(content.path, annotation, number, masks) for number, annotation in enumerate(kept, 1)
-    ]
+    annotations = [_complete(content.path, annotation, number, masks) for number, annotation in enumerate(kept, 1)]
     return {
         # pycocotools needs a size if there are masks; run lengths have their own, so 0 is fine if it is not known
         "images": [
-            {"id": i, "height": height, "width": width}
-            for i, (height, width) in ((i, sizes[i] or (0, 0)) for i in sorted(image_ids))
+            {"id": image_id, "height": height, "width": width}
+            for image_id in sorted(sizes)
+            for height, width in [sizes[image_id] or (0, 0)]
         ],
         "annotations": _learnable(content.path, annotations, sizes),
         "categories": [{"id": category_id, "name": names[category_id]} for category_id in sorted(names)],
@@ -348,22 +334,6 @@ def _complete(path: Path, annotation: Mapping[str, Any], number: int, masks: boo
         "iscrowd": int(values.is_crowd),
         **({"segmentation": annotation["segmentation"]} if masks else {}),
     }
-
-
-def _complete_columns(annotations: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]] | None:
-    """Return :func:`_complete` of annotations in columns; None for a list, or if a value may be invalid."""
-    if not isinstance(annotations, Entries) or annotations.boxes is None:
-        return None
-    if any(suspects(annotations).any() for suspects in (suspect_boxes, suspect_areas, suspect_crowds)):
-        return None
-    bbox = annotations.listed("bbox", np.arange(len(annotations)))
-    area = annotations.numbers("area").astype(np.float64).tolist()
-    for row in np.flatnonzero(annotations.is_none("area")).tolist():
-        area[row] = object_area({"bbox": bbox[row]})
-    numbers = (annotations.numbers(key).tolist() for key in ("image_id", "category_id"))
-    columns = (*numbers, bbox, area, crowd_mask(annotations).astype(int).tolist())
-    names = ("id", "image_id", "category_id", "bbox", "area", "iscrowd")
-    return [dict(zip(names, row, strict=True)) for row in zip(range(1, len(bbox) + 1), *columns, strict=True)]
 
 
 def _learnable(
@@ -425,16 +395,12 @@ def _check_detections(detections: Sequence[Detections], num_classes: int) -> Non
     assert not len(labels) or 0 <= int(labels.min()) <= int(labels.max()) < num_classes, "labels outside the class map"
 
 
-def _restrict(ground_truth: Mapping[str, Any], image_ids: Iterable[int], classes: ClassMap) -> dict[str, Any]:
+def _restrict(ground_truth: Mapping[str, Any], image_ids: Collection[int], classes: ClassMap) -> dict[str, Any]:
     """Return the data set with these images and classes only."""
-    kept = set(image_ids)
+    annotations = [a for a in ground_truth["annotations"] if a["image_id"] in image_ids]
     return {
-        "images": [image for image in ground_truth["images"] if image["id"] in kept],
-        "annotations": [
-            item
-            for item in ground_truth["annotations"]
-            if item["image_id"] in kept and item["category_id"] in classes.index
-        ],
+        "images": [image for image in ground_truth["images"] if image["id"] in image_ids],
+        "annotations": [a for a in annotations if a["category_id"] in classes.index],
         "categories": [category for category in ground_truth["categories"] if category["id"] in classes.index],
     }
 

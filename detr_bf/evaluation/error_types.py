@@ -235,11 +235,8 @@ def object_groups(
     detection that is matched with an object of another group is ignored, and so is an error that has the property of
     another group; here matches stay those of all objects together.
 
-    Args:
-        images: of :func:`image_errors`.
-        sizes: image id -> height and width in pixels; an image without them is not counted for the border.
-        num_classes: K.
-        threshold: least score of a detection for the recall.
+    ``sizes`` are height and width in pixels by image id; an image without them is not counted for the border.
+    ``threshold`` is the least score of a detection for the recall.
     """
     every = _Rows.of(images)
     object_labels = _joined([image.object_labels for image in images])
@@ -306,7 +303,7 @@ class LabelSuspect(NamedTuple):
     """A place where the annotation may be wrong."""
 
     image_id: int
-    box: tuple[float, float, float, float]  # x0, y0, x1, y1 in pixels
+    box: list[float]  # x0, y0, x1, y1 in pixels
     label: int | None  # class of the detection; None where no detection matches the object
     score: float | None  # of the detection
     annotated: int | None  # class of the object; None where no object is annotated
@@ -354,19 +351,19 @@ def label_suspects(
     ends = np.cumsum([0, *(len(image.types) for image in images)])
     suspects: list[LabelSuspect] = []
     for kind in ("background", "class"):
-        own = np.flatnonzero(rows.kinds == kind)
-        for row in own[np.argsort(-rows.scores[own], kind="stable")][:most].tolist():
+        of_kind = np.flatnonzero(rows.kinds == kind)
+        for row in of_kind[np.argsort(-rows.scores[of_kind], kind="stable")][:most].tolist():
             number = int(np.searchsorted(ends, row, side="right")) - 1
             image, at = images[number], row - ends[number]
             annotated = int(image.object_labels[image.causes[at]]) if kind == "class" else None
             detected = int(image.labels[at]), float(image.scores[at])
-            suspects.append(LabelSuspect(image.image_id, tuple(image.boxes[at].tolist()), *detected, annotated))
+            suspects.append(LabelSuspect(image.image_id, image.boxes[at].tolist(), *detected, annotated))
     by_id = {image.image_id: image for image in images}
     for image_id, at in sorted(missing):
         if image_id in by_id:
             box, label = by_id[image_id].object_boxes[at], int(by_id[image_id].object_labels[at])
             if (box[2:] > box[:2]).all():
-                superfluous.append(LabelSuspect(image_id, tuple(box.tolist()), None, None, label))
+                superfluous.append(LabelSuspect(image_id, box.tolist(), None, None, label))
     superfluous.sort(key=lambda each: -(each.box[2] - each.box[0]) * (each.box[3] - each.box[1]))
     return [*suspects, *superfluous[:most]]
 
@@ -386,17 +383,17 @@ def error_document(
     """Return everything about the errors of a detector as plain values for JSON.
 
     Args:
-        images: of :func:`image_errors`.
         sizes: image id -> height and width in pixels.
         precision: (T, R, K), COCO's precision at IoU 0.50, 0.55, ... and recall 0, 0.01, ..., 1; -1 without objects.
         class_names: K names, all different.
         threshold: least score of a detection for the confusion matrix, the recall of groups and the worst images.
         most: limit for the images and for each kind of suspects.
         missing: see :func:`label_suspects`.
-        masks: the same images by the IoU of masks, None without masks.
-        panoptic: of :func:`~detr_bf.evaluation.panoptic_errors.panoptic_document`, None without panoptic maps.
+        masks: the same images by the IoU of masks.
+        panoptic: of :func:`~detr_bf.evaluation.panoptic_errors.panoptic_document`.
     """
     num_classes = len(class_names)
+    few_classes = num_classes <= MOST_CONFUSED
     with_objects = precision.reshape(-1, num_classes).min(0) > -1
     known = precision[:, :, with_objects]
     by_iou = known.mean(2) if known.shape[2] else np.empty((0, precision.shape[1]))
@@ -404,21 +401,15 @@ def error_document(
         "images": len(images),
         "threshold": threshold,
         **_matched_part(images, num_classes),
-        "confusion": confusion_matrix(images, num_classes, threshold).tolist()
-        if num_classes <= MOST_CONFUSED
-        else None,
+        "confusion": confusion_matrix(images, num_classes, threshold).tolist() if few_classes else None,
         "classes": list(class_names),
         "groups": {
             name: [group._asdict() for group in groups]
             for name, groups in object_groups(images, sizes, num_classes, threshold).items()
         },
-        "precision_by_iou": {
-            f"{0.5 + 0.05 * at:.2f}": [round(float(v), 4) for v in row] for at, row in enumerate(by_iou)
-        },
+        "precision_by_iou": {f"{0.5 + 0.05 * at:.2f}": _rounded(row) for at, row in enumerate(by_iou)},
         "precision_by_class": {
-            name: [round(float(value), 4) for value in precision[0, :, k]]
-            for k, name in enumerate(class_names)
-            if with_objects[k]
+            class_names[k]: _rounded(precision[0, :, k]) for k in np.flatnonzero(with_objects).tolist()
         },
         "worst": [
             {
@@ -428,9 +419,7 @@ def error_document(
             }
             for image in worst_images(images, threshold, most)
         ],
-        "suspects": [
-            {**suspect._asdict(), "box": list(suspect.box)} for suspect in label_suspects(images, most, missing)
-        ],
+        "suspects": [suspect._asdict() for suspect in label_suspects(images, most, missing)],
         "masks": None if masks is None else _matched_part(masks, num_classes),
         "panoptic": panoptic,
     }
@@ -448,6 +437,10 @@ def _matched_part(images: Sequence[ImageErrors], num_classes: int) -> dict[str, 
         "best": best and asdict(best),
         "thresholds": [asdict(scored.at(number / 100)) for number in range(101)],
     }
+
+
+def _rounded(values: np.ndarray) -> list[float]:
+    return [round(value, 4) for value in values.tolist()]
 
 
 def _plain(value: float) -> float | None:

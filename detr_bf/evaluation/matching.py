@@ -65,12 +65,8 @@ def image_errors(
 ) -> list[ImageErrors]:
     """Match the detections of each image and find the type of each error; images ascend by id.
 
-    Args:
-        ground_truth: COCO data set with ``bbox``, ``iscrowd`` and ``category_id`` in every annotation; for masks also
-            ``segmentation``, as compressed run lengths.
-        detections: of the images to examine.
-        class_map: the classes.
-        masks: take the IoU of masks, and things only.
+    Every annotation of the COCO data set has ``bbox``, ``iscrowd`` and ``category_id``; with ``masks``, which takes the
+    IoU of masks and things only, also ``segmentation`` as compressed run lengths.
     """
     is_thing = np.array(class_map.is_thing, dtype=bool)
     objects = _Objects.of(ground_truth["annotations"], class_map)

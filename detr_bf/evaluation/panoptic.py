@@ -58,27 +58,21 @@ class PanopticFile(Mapping[int, PanopticMap]):
             raise InputError(
                 f"there is no folder {printable(folder)}; expected the PNG files of {printable(annotations)} there"
             )
-        self._entries = _read_entries(Path(annotations), class_map)
+        self.entries = _read_entries(Path(annotations), class_map)  # by image id
 
     def __getitem__(self, image_id: int) -> PanopticMap:
         """Read the PNG of an image; :class:`InputError` if that fails, KeyError for an image without annotation."""
-        entry = self._entries[image_id]
+        entry = self.entries[image_id]
         return PanopticMap(image_id, read_ids(self._folder / entry.file_name, self._max_pixels), entry.segments)
 
     def __contains__(self, image_id: object) -> bool:
-        return image_id in self._entries
+        return image_id in self.entries
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self._entries)
+        return iter(self.entries)
 
     def __len__(self) -> int:
-        return len(self._entries)
-
-    def __eq__(self, other: object) -> bool:
-        """Compare the entries; the folders of the PNGs may differ."""
-        return isinstance(other, PanopticFile) and self._entries == other._entries
-
-    __hash__ = None  # type: ignore[assignment]
+        return len(self.entries)
 
 
 def write_panoptic(
@@ -91,10 +85,8 @@ def write_panoptic(
     """Write maps as COCO panoptic results: one PNG an image in ``folder``, then the JSON, each file atomically.
 
     Args:
-        json_path: file for ``annotations`` and ``categories``, with the category ids of the annotation file.
-        folder: for the PNG files.
         maps: written one by one.
-        class_map: ``Segment.label`` indexes into it.
+        class_map: ``Segment.label`` indexes into it; its category ids are written.
         file_names: image id -> name of the image or PNG, relative; its ending is replaced by ``.png``.
 
     Raises:
@@ -316,7 +308,7 @@ class PanopticEvaluator:
         Raises:
             InputError: ``other`` was made for another ground truth or other classes.
         """
-        if (self._truths, self.class_map) != (other._truths, other.class_map):
+        if (self._truths.entries, self.class_map) != (other._truths.entries, other.class_map):
             raise InputError(
                 "panoptic evaluators of different annotation files or classes cannot be merged: use the same in all"
             )

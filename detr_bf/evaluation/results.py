@@ -237,12 +237,8 @@ class Result:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain dictionaries and numbers for JSON: those of the boxes, ``masks``, ``panoptic``, ``losses``."""
-        return {
-            **self.boxes.to_dict(),
-            "masks": self.masks and self.masks.to_dict(),
-            "panoptic": self.panoptic and self.panoptic.to_dict(),
-            "losses": dict(self.losses),
-        }
+        state = dataclasses.asdict(self)
+        return state.pop("boxes") | state
 
     @classmethod
     def from_dict(cls, state: Mapping[str, Any]) -> Result:

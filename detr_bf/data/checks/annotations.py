@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import unicodedata
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -42,6 +42,7 @@ from detr_bf.data.checks.report import (
     CheckList,
     Finding,
     Split,
+    aligned,
     annotation_text,
     box_text,
     image_text,
@@ -77,13 +78,13 @@ class Report:
 
     @property
     def outcome(self) -> str:
-        """Numbers of errors and warnings."""
         return f"{counted(len(self.errors), 'error')}, {counted(len(self.warnings), 'warning')}"
 
     def __str__(self) -> str:
         """Return the contents, statistics, what is learned from, a table of findings, and a summary line."""
         statistics = statistics_lines(self.statistics) if self.statistics else ()
-        table = _table(self.findings) if self.findings else ()
+        rows = [(f.severity, f.split, f.code, str(f.count), f.meaning, f.example) for f in self.findings]
+        table = aligned([("severity", "data", "check", "count", "meaning", "example"), *rows]) if rows else ()
         return "\n".join((*self.contents, *statistics, *self.learning, *table, self.outcome))
 
 
@@ -105,8 +106,6 @@ def examine(
     """Run all checks on the training split and, if given, the validation split.
 
     Args:
-        train: paths of the training split.
-        val: paths of the validation split, or None.
         num_queries: number of objects that the detector can find in an image.
         masks: check the masks too.
         train_masks: check those of the training split too, even without ``masks``.
@@ -438,11 +437,3 @@ def exceeds(bbox: list[float], size: tuple[int, int]) -> bool:
     """Return True if a box x, y, width, height leaves an image of ``size`` (h, w) by more than a rounding error."""
     x, y, width, height = bbox
     return min(x, y, size[1] - (x + width), size[0] - (y + height)) < -BOX_ROUNDING
-
-
-def _table(findings: Sequence[Finding]) -> list[str]:
-    """Return the findings as lines of aligned columns."""
-    rows = [("severity", "data", "check", "count", "meaning", "example")]
-    rows += [(f.severity, f.split, f.code, str(f.count), f.meaning, f.example) for f in findings]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -13,10 +12,10 @@ from typing import Any, Literal
 import numpy as np
 
 from detr_bf.common.text import printable
-from detr_bf.data.annotation_values import crowd_mask, is_crowd, value_text
+from detr_bf.data.annotation_values import is_valid_crowd, value_text, without_crowds
 from detr_bf.data.checks.files import ImageRecord, MapRecord
 from detr_bf.data.coco import CocoAnnotations, annotated_size
-from detr_bf.data.columns import Entries, integers, values_of
+from detr_bf.data.columns import integers, values_of
 from detr_bf.data.duplicates import exported_from, nearest
 from detr_bf.data.images import boxes_as_stored
 from detr_bf.data.masks import MapFile, SegmentExtent, covers_a_pixel, parts_of
@@ -61,11 +60,8 @@ class Split:
 
     @cached_property
     def objects(self) -> Sequence[Mapping[str, Any]]:
-        """Annotations except crowds."""
-        annotations = self.content.annotations
-        if isinstance(annotations, Entries):
-            return annotations.where(~crowd_mask(annotations))
-        return [annotation for annotation in annotations if not _is_valid_crowd(annotation)]
+        """Annotations except crowds; invalid values of ``iscrowd`` have their own check."""
+        return without_crowds(self.content.annotations)
 
     @cached_property
     def objects_per_image(self) -> Counter[int]:
@@ -114,7 +110,7 @@ class Split:
             except ValueError as error:
                 invalid.append(f"{annotation_text(annotation)}: {error}")
                 continue
-            if size and not _is_valid_crowd(annotation) and not covers_a_pixel(parts, size):
+            if size and not is_valid_crowd(annotation) and not covers_a_pixel(parts, size):
                 empty.append(f"{annotation_text(annotation)} in {size[1]} x {size[0]} pixels")
         return invalid, empty
 
@@ -195,12 +191,6 @@ class CheckList(list[Check]):
         return append
 
 
-def _is_valid_crowd(annotation: Mapping[str, Any]) -> bool:
-    with suppress(ValueError):  # invalid values have their own check
-        return is_crowd(annotation)
-    return False
-
-
 def repeated(values: Iterable[Any]) -> Iterator[Any]:
     """Return every value that occurs n > 1 times, n - 1 times."""
     return (value for value, count in Counter(values).items() for _ in range(count - 1))
@@ -230,6 +220,12 @@ def near_duplicates(train: Any, val: Any) -> Iterator[str]:
     pairs = nearest([val.files[name].phash for name in names], [train.files[name].phash for name in known])
     for number, other in pairs:
         yield f"{printable(val.folder / names[number])} is like {printable(train.folder / known[other])}"
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the rows of a table as lines of aligned columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def image_text(image: Mapping[str, Any]) -> str:

@@ -23,7 +23,8 @@ from detr_bf.data.formats.yolo_settings import CLASS_LIST, SETTINGS, is_yolo
 
 __all__ = ["READERS", "DataFolder", "divided", "images_of", "read_folder", "read_split", "split_images"]
 
-READERS: dict[str, Callable[[Path, Sequence[str]], DataFolder]] = {  # by the setting data.format
+# By the setting data.format; called with the root and the names of its files, relative to the root.
+READERS: dict[str, Callable[[Path, Sequence[str]], DataFolder]] = {
     "coco": read_coco,
     "csv": read_csv,
     "voc": read_voc,

@@ -35,10 +35,6 @@ def read_coco(root: Path, names: Sequence[str]) -> DataFolder:
     The ids of images and annotations are those of the files if they are unique over all of them; otherwise both count
     from 1.
 
-    Args:
-        root: of the data set.
-        names: its files, relative to the root.
-
     Raises:
         InputError: there is no COCO file, its images are not found, or two files contradict each other.
     """
@@ -149,11 +145,7 @@ def _check_distinct(root: Path, files: dict[str, CocoAnnotations]) -> None:
 
 
 def _categories(root: Path, files: dict[str, CocoAnnotations]) -> list[dict[str, Any]]:
-    """Return the categories of all files by id.
-
-    Raises:
-        InputError: an id has two names.
-    """
+    """Return the categories of all files by id; InputError if an id has two names."""
     found: dict[Any, dict[str, Any]] = {}
     for content in files.values():
         for category in content.categories:
@@ -176,11 +168,7 @@ def _categories(root: Path, files: dict[str, CocoAnnotations]) -> list[dict[str,
 
 
 def _renumbered(files: Iterable[CocoAnnotations]) -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]:
-    """Number the images of all files from 1.
-
-    Raises:
-        InputError: the image of an annotation is not listed.
-    """
+    """Number the images of all files from 1; InputError if the image of an annotation is not listed."""
     images: list[Mapping[str, Any]] = []
     annotations: list[Mapping[str, Any]] = []
     for content in files:

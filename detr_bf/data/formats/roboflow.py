@@ -24,10 +24,6 @@ def read_roboflow(root: Path, names: Sequence[str]) -> DataFolder:
     Categories are told apart by their names. Supercategories without objects are left out, as
     :attr:`~detr_bf.data.coco.CocoAnnotations.parents` says.
 
-    Args:
-        root: of the data set.
-        names: its files, relative to the root.
-
     Raises:
         InputError: a file is not a COCO detection file, or names an image outside its folder.
     """
