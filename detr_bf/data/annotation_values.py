@@ -41,12 +41,7 @@ class AnnotationValues(NamedTuple):
 
 
 def annotation_values(annotation: Mapping[str, Any], *, pixels: bool = False) -> AnnotationValues:
-    """Return the values of an annotation.
-
-    Args:
-        annotation: of a detection file, or a segment of a panoptic one.
-        pixels: the annotation is a panoptic segment, which must have an area and ``iscrowd``.
-    """
+    """Return the values of an annotation; with ``pixels`` of a panoptic segment, which needs area and ``iscrowd``."""
     area = segment_area(annotation) if pixels else object_area(annotation)
     return AnnotationValues(box_of(annotation), area, is_crowd(annotation, required=pixels))
 

@@ -248,9 +248,8 @@ class CocoDetection(Dataset[tuple[Tensor, Target]]):
         self.class_map = class_map if class_map is not None else content.class_map
         if class_map is None and content.parents:
             names = printable(", ".join(str(category["name"]) for category in content.parents))
-            logger.info(
-                "%s: no class for the supercategories %s, which have no objects", printable(content.path), names
-            )
+            path = printable(content.path)
+            logger.info("%s: no class for the supercategories %s, which have no objects", path, names)
         self.seed = seed
         self.replace_unreadable = replace_unreadable
         self.max_pixels, self.grey_bits = max_pixels, grey_bits
@@ -373,10 +372,7 @@ class CocoDetection(Dataset[tuple[Tensor, Target]]):
 def check_annotations(content: CocoAnnotations, category_ids: Collection[int], maps: bool) -> None:
     """Raise :class:`InputError` if training or evaluation cannot use an annotation.
 
-    Args:
-        content: of a file.
-        category_ids: the known ones.
-        maps: the annotations are panoptic segments whose masks are used.
+    Its category must be one of ``category_ids``. With ``maps`` it is a panoptic segment whose mask is used.
     """
     image_ids = values_of(content.images, "id")
     problem = _first_problem(content.annotations, image_ids, category_ids, maps)
@@ -521,9 +517,7 @@ def _segment_masks(
 
 
 def _segmentations(
-    content: CocoAnnotations,
-    objects: Sequence[Mapping[str, Any]],
-    sizes: Mapping[int, tuple[int, int] | None],
+    content: CocoAnnotations, objects: Sequence[Mapping[str, Any]], sizes: Mapping[int, tuple[int, int] | None]
 ) -> Segmentations:
     """Return the masks of a detection file; ``sizes`` are (height, width) by image id, or None if not given."""
     parts = []

@@ -67,7 +67,6 @@ def image_pixels(
 
     Args:
         name: what a message calls the image.
-        max_pixels: largest number of pixels.
         grey_bits: of 16-bit grey images, see :func:`detr_bf.data.images.read_image`.
         bgr: the channels of arrays and tensors are in the order blue, green, red (OpenCV's); files and Pillow images
             know their order.

@@ -303,7 +303,7 @@ class LabelSuspect(NamedTuple):
     """A place where the annotation may be wrong."""
 
     image_id: int
-    box: list[float]  # x0, y0, x1, y1 in pixels
+    box: tuple[float, float, float, float]  # x0, y0, x1, y1 in pixels
     label: int | None  # class of the detection; None where no detection matches the object
     score: float | None  # of the detection
     annotated: int | None  # class of the object; None where no object is annotated
@@ -357,13 +357,13 @@ def label_suspects(
             image, at = images[number], row - ends[number]
             annotated = int(image.object_labels[image.causes[at]]) if kind == "class" else None
             detected = int(image.labels[at]), float(image.scores[at])
-            suspects.append(LabelSuspect(image.image_id, image.boxes[at].tolist(), *detected, annotated))
+            suspects.append(LabelSuspect(image.image_id, tuple(image.boxes[at].tolist()), *detected, annotated))
     by_id = {image.image_id: image for image in images}
     for image_id, at in sorted(missing):
         if image_id in by_id:
             box, label = by_id[image_id].object_boxes[at], int(by_id[image_id].object_labels[at])
             if (box[2:] > box[:2]).all():
-                superfluous.append(LabelSuspect(image_id, box.tolist(), None, None, label))
+                superfluous.append(LabelSuspect(image_id, tuple(box.tolist()), None, None, label))
     superfluous.sort(key=lambda each: -(each.box[2] - each.box[0]) * (each.box[3] - each.box[1]))
     return [*suspects, *superfluous[:most]]
 
@@ -419,7 +419,9 @@ def error_document(
             }
             for image in worst_images(images, threshold, most)
         ],
-        "suspects": [suspect._asdict() for suspect in label_suspects(images, most, missing)],
+        "suspects": [
+            {**suspect._asdict(), "box": list(suspect.box)} for suspect in label_suspects(images, most, missing)
+        ],
         "masks": None if masks is None else _matched_part(masks, num_classes),
         "panoptic": panoptic,
     }

@@ -62,8 +62,8 @@ class PanopticFile(Mapping[int, PanopticMap]):
 
     def __getitem__(self, image_id: int) -> PanopticMap:
         """Read the PNG of an image; :class:`InputError` if that fails, KeyError for an image without annotation."""
-        entry = self.entries[image_id]
-        return PanopticMap(image_id, read_ids(self._folder / entry.file_name, self._max_pixels), entry.segments)
+        file_name, segments = self.entries[image_id]
+        return PanopticMap(image_id, read_ids(self._folder / file_name, self._max_pixels), segments)
 
     def __contains__(self, image_id: object) -> bool:
         return image_id in self.entries
@@ -169,22 +169,19 @@ def pixels_of_values(values: np.ndarray) -> dict[int, int]:
     return dict(zip(distinct.tolist(), pixels.astype(np.int64).tolist(), strict=True))
 
 
-class _Entry(NamedTuple):
-    """Annotation of one image in the JSON."""
+def _read_entries(path: Path, class_map: ClassMap) -> dict[int, tuple[str, tuple[Segment, ...]]]:
+    """Return the name of the PNG and the segments by image id.
 
-    file_name: str  # of the PNG
-    segments: tuple[Segment, ...]
-
-
-def _read_entries(path: Path, class_map: ClassMap) -> dict[int, _Entry]:
-    """Return the entries by image id; :class:`InputError` if the file is missing or invalid, or the classes differ."""
+    Raises:
+        InputError: the file is missing or invalid, or the classes differ.
+    """
     where = file = printable(path)
     try:
         content = read_json(path)
     except (OSError, ValueError) as error:
         raise InputError(f"annotation file {where} cannot be read ({error}); expected a COCO panoptic JSON") from error
     _check_categories(file, _value(file, content, "categories", list), class_map)
-    entries: dict[int, _Entry] = {}
+    entries: dict[int, tuple[str, tuple[Segment, ...]]] = {}
     for number, annotation in enumerate(_value(file, content, "annotations", list)):
         where = f"{file}: annotations[{number}]"
         image_id = _value(where, annotation, "image_id", int)
@@ -194,7 +191,7 @@ def _read_entries(path: Path, class_map: ClassMap) -> dict[int, _Entry]:
         segments = tuple(_segment(f"{where}: segments_info[{n}]", s, class_map) for n, s in enumerate(listed))
         if len({segment.id for segment in segments}) < len(segments):
             raise InputError(f"{where}: segment ids {[s.id for s in segments]} of segments_info, expected each once")
-        entries[image_id] = _Entry(_value(where, annotation, "file_name", str), segments)
+        entries[image_id] = _value(where, annotation, "file_name", str), segments
     if not entries:
         raise InputError(f"{file} has no annotations, expected one for each image")
     return entries

@@ -107,13 +107,11 @@ def examine(
 
     Args:
         num_queries: number of objects that the detector can find in an image.
-        masks: check the masks too.
-        train_masks: check those of the training split too, even without ``masks``.
+        masks: check the masks, ``train_masks``: only those of the training split.
         joined: training images that augmentation joins in one, at most.
         max_detections: detections of a validation image that count.
         cache_dir: folder of the cache of image files that were read before.
-        workers: threads that read image files.
-        max_pixels: limit of an image.
+        workers: threads that read image files of at most ``max_pixels``.
         grey_bits: of 16-bit grey images; None: those that the training images use.
         training: settings of a run, whose data and steps are then described and judged.
 
@@ -163,9 +161,9 @@ def _open(
 
 
 def _summary(split: Split) -> str:
-    counts = ((len(split.content.images), "image"), (len(split.objects), "object"), (len(split.names), "class"))
-    numbers = ", ".join(counted(number, noun, "classes" if noun == "class" else "") for number, noun in counts)
-    return f"{split.name}: {numbers}; file {printable(split.content.path)}"
+    images, objects = counted(len(split.content.images), "image"), counted(len(split.objects), "object")
+    classes = counted(len(split.names), "class", "classes")
+    return f"{split.name}: {images}, {objects}, {classes}; file {printable(split.content.path)}"
 
 
 @CHECKS.add("error", "file-missing", "the image file does not exist")

@@ -143,15 +143,10 @@ class _SplitCorrection:
             content = read_json(path)
         except (ValueError, FileNotFoundError):
             return read_annotations(path)  # raises the error with what to do
-        if not isinstance(content, dict):
-            return read_annotations(path, content)
-        annotations = content.get("annotations")
-        listed = annotations if isinstance(annotations, list) else []
-        if any(isinstance(each, dict) and "segments_info" in each for each in listed):
-            return read_annotations(path, content)
-        for part in ("images", "annotations"):
-            if isinstance(content.get(part), list):
-                content[part] = [each for each in content[part] if self._is_entry(part, each)]
+        for part in ("images", "annotations") if isinstance(content, dict) else ():
+            entries = content.get(part)
+            if isinstance(entries, list) and not any(isinstance(e, dict) and "segments_info" in e for e in entries):
+                content[part] = [entry for entry in entries if self._is_entry(part, entry)]
         return read_annotations(path, content)
 
     def _is_entry(self, part: str, entry: object) -> bool:
