@@ -20,7 +20,7 @@ from torchvision.ops import masks_to_boxes
 from torchvision.transforms.v2 import RandomIoUCrop, RandomPhotometricDistort, RandomZoomOut, functional
 from torchvision.tv_tensors import BoundingBoxes, Image, Mask, wrap
 
-from detr_bf.data.transforms import Sample, chosen, each_part, has_pixels, random_integer
+from detr_bf.data.transforms import Sample, each_part, has_pixels, random_integer, select_objects
 
 PASTED_SCALE = (0.5, 1.0)  # size of the image that copy-paste takes objects from, as a share of the largest that fits
 _MOST_BYTES = 2**27  # of image and masks of a mosaic and after zoom-out; on a larger canvas everything is smaller
@@ -214,7 +214,7 @@ def iou_cropped(sample: Sample, scale: Sequence[float], min_visible: float = 0.0
         return sample
     inside = where.pop("is_within_crop_area")
     cut, kept = _cut(sample, **where, min_visible=min_visible)
-    return chosen(cut, inside[kept])
+    return select_objects(cut, inside[kept])
 
 
 def _cut(sample: Sample, top: int, left: int, height: int, width: int, min_visible: float) -> tuple[Sample, Tensor]:
@@ -222,7 +222,7 @@ def _cut(sample: Sample, top: int, left: int, height: int, width: int, min_visib
     parts = each_part(sample, functional.crop, top=top, left=left, height=height, width=width)
     before, after = (_areas(each) for each in (sample, parts))
     kept = _is_large_enough(parts) & (after >= min_visible * before)
-    return chosen(parts, kept), kept
+    return select_objects(parts, kept), kept
 
 
 def _uncovered(sample: Sample, covered: Tensor, min_visible: float) -> Sample:
@@ -234,7 +234,7 @@ def _uncovered(sample: Sample, covered: Tensor, min_visible: float) -> Sample:
     changed = (after < before) & (after > 0)
     boxes[changed] = boxes_of_masks(masks[changed])
     whole = Sample(sample.image, wrap(boxes, like=sample.boxes), sample.labels, masks)
-    return chosen(whole, (after > 0) & (after >= min_visible * before))
+    return select_objects(whole, (after > 0) & (after >= min_visible * before))
 
 
 def boxes_of_masks(masks: Tensor) -> Tensor:
@@ -260,7 +260,7 @@ def _is_large_enough(sample: Sample) -> Tensor:
 
 
 def _large_enough(sample: Sample) -> Sample:
-    return chosen(sample, _is_large_enough(sample))
+    return select_objects(sample, _is_large_enough(sample))
 
 
 def _joined(image: Image, parts: Sequence[Sample]) -> Sample:

@@ -181,6 +181,10 @@ class Entries(_MadeWhenRead[Mapping[str, Any]]):
             return np.zeros((0, 4))
         return self.numbers("bbox") if isinstance(self._columns.get("bbox"), BoxColumn) else None
 
+    def values(self, key: str) -> Values:
+        """Return the values of a key that every entry has."""
+        return Values(self, key)
+
     def listed(self, key: str, indices: np.ndarray) -> list[Any]:
         """Return the values of a key of the entries ``indices``."""
         return self._columns[key].values(self._chosen(indices, inverse=True))
@@ -222,7 +226,7 @@ class Values(_MadeWhenRead[Any]):
 
 def values_of(entries: Sequence[Mapping[str, Any]], key: str) -> Sequence[Any]:
     """Return the values of a key that every entry has."""
-    return Values(entries, key) if isinstance(entries, Entries) else [entry[key] for entry in entries]
+    return entries.values(key) if isinstance(entries, Entries) else [entry[key] for entry in entries]
 
 
 def distinct(entries: Sequence[Mapping[str, Any]], key: str) -> set[Any]:
@@ -246,22 +250,22 @@ class ColumnBuilder:
 
     def __init__(self, absent: int) -> None:
         """Begin with ``absent`` entries that lack the key."""
-        self._parts: list[tuple[int, np.ndarray, np.ndarray, np.ndarray, bytes]] = []
+        # kinds, numbers, and lengths of the texts, (count,) each, and the texts
+        self._parts: list[tuple[np.ndarray, np.ndarray, np.ndarray, bytes]] = []
         if absent:
-            none = np.zeros(0, dtype=np.int8)
-            self._parts.append((absent, np.array([ABSENT], dtype=np.uint8), none, none, b""))
+            none = np.broadcast_to(np.int8(0), absent)
+            self._parts.append((np.broadcast_to(np.uint8(ABSENT), absent), none, none, b""))
 
     def add(self, values: Sequence[Any]) -> None:
         """Append values as msgspec decodes them; UnsupportedError for a number that no column holds exactly."""
         if not values:
             return
-        types, none = set(map(type, values)), np.zeros(0, dtype=np.int8)
+        types, none = set(map(type, values)), np.broadcast_to(np.int8(0), len(values))
         kind = _KIND_OF.get(next(iter(types)), JSON) if len(types) == 1 else None
-        kinds = (
-            np.fromiter(map(_kind_of, values), np.uint8, len(values))
-            if kind is None
-            else np.array([kind], dtype=np.uint8)
-        )
+        if kind is None:
+            kinds = np.fromiter(map(_kind_of, values), np.uint8, len(values))
+        else:
+            kinds = np.broadcast_to(np.uint8(kind), len(values))
         numbers, lengths, text = none, none, b""
         try:
             if kind in (INT, FLOAT):
@@ -275,26 +279,22 @@ class ColumnBuilder:
                 lengths, text = np.fromiter(map(len, texts), np.int64, len(texts)), b"".join(texts)
         except (OverflowError, UnicodeEncodeError) as error:
             raise UnsupportedError(f"a value that columns cannot hold ({error})") from error
-        self._parts.append((len(values), kinds, _narrow(numbers), _narrow(lengths), text))
+        self._parts.append((kinds, _narrow(numbers), _narrow(lengths), text))
 
     def finish(self) -> Column:
         """Return the column and drop the parts."""
         parts, self._parts = self._parts, []
-        counts = [count for count, *_ in parts]
-        kinds = _joined([part[1] for part in parts], counts)
-        numbers = np.zeros(0, dtype=np.int8)
-        if any(len(part[2]) for part in parts):
-            if len({part[2].dtype.kind for part in parts if len(part[2])}) > 1:
-                _require_exact([part[2] for part in parts if part[2].dtype.kind == "i"])
-            padded = [part[2] if len(part[2]) else np.zeros(part[0], dtype=np.int8) for part in parts]
-            numbers = np.concatenate(padded)
-        ends = np.zeros(0, dtype=np.int64)
-        if any(len(part[3]) for part in parts):
-            ends = np.zeros(sum(counts) + 1, dtype=np.int64)
-            lengths = [part[3] if len(part[3]) else np.zeros(part[0], dtype=np.int8) for part in parts]
-            np.cumsum(np.concatenate(lengths), dtype=np.int64, out=ends[1:])
-        text = b"".join(part[4] for part in parts)
-        return Column(kinds, numbers, ends, np.frombuffer(text, dtype=np.uint8))
+        all_kinds, all_numbers, all_lengths, texts = zip(*parts, strict=True)
+        kinds = np.concatenate(all_kinds)
+        numbers, ends = np.zeros(0, dtype=np.int8), np.zeros(0, dtype=np.int64)
+        if np.isin(kinds, (INT, FLOAT)).any():
+            if any(part.dtype.kind == "f" for part in all_numbers):
+                _require_exact([part for part in all_numbers if part.dtype.kind == "i"])
+            numbers = np.concatenate(all_numbers)
+        if kinds.max() >= TEXT:
+            ends = np.zeros(len(kinds) + 1, dtype=np.int64)
+            np.cumsum(np.concatenate(all_lengths), dtype=np.int64, out=ends[1:])
+        return Column(_one_if_equal(kinds), numbers, ends, np.frombuffer(b"".join(texts), dtype=np.uint8))
 
 
 class BoxBuilder:
@@ -323,17 +323,15 @@ class BoxBuilder:
             raise UnsupportedError("an integer of more than 53 bits in a bbox")
         bits = (whole.reshape(-1, 4) << np.arange(4, dtype=np.uint8)).sum(axis=1, dtype=np.uint8)
         numbers = numbers.reshape(-1, 4)
-        uniform = len(bits) and (bits == bits[0]).all()
-        if uniform and bits[0] == 15:
+        if (bits == 15).all():
             numbers = _narrow(numbers.astype(np.int64))
-        self._parts.append((numbers, bits[:1] if uniform else bits))
+        self._parts.append((numbers, bits))
 
     def finish(self) -> BoxColumn:
         """Return the column and drop the parts."""
         parts, self._parts = self._parts, []
-        whole = _joined([bits for _, bits in parts], [len(numbers) for numbers, _ in parts])
-        numbers = np.concatenate([numbers for numbers, _ in parts])
-        return BoxColumn(numbers.astype(np.float64) if numbers.dtype.kind == "f" else numbers, whole)
+        numbers, whole = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+        return BoxColumn(numbers.astype(np.float64) if numbers.dtype.kind == "f" else numbers, _one_if_equal(whole))
 
 
 def _kind_of(value: Any) -> int:
@@ -368,16 +366,13 @@ def _narrow(numbers: np.ndarray) -> np.ndarray:
     low, high = numbers.min(), numbers.max()
     for dtype in (np.int8, np.int16, np.int32):
         if np.iinfo(dtype).min <= low and high <= np.iinfo(dtype).max:
-            return numbers.astype(dtype)
+            return numbers.astype(dtype, copy=False)
     return numbers
 
 
-def _joined(parts: Sequence[np.ndarray], counts: Sequence[int]) -> np.ndarray:
-    """Join arrays (count,) or (1,), which stand for ``count`` equal values, to (N,), or (1,) if all are equal."""
-    if parts and all(len(each) == 1 and each[0] == parts[0][0] for each in parts):
-        return np.array(parts[0])
-    found = [np.broadcast_to(each, count) for each, count in zip(parts, counts, strict=True)]
-    return np.concatenate(found) if found else np.zeros(0, dtype=np.uint8)
+def _one_if_equal(values: np.ndarray) -> np.ndarray:
+    """Return values (N,), or one (1,) for all if they are equal."""
+    return values[:1].copy() if (values == values[0]).all() else values
 
 
 class AnnotatedSizes(_MadeWhenRead[tuple[int, int] | None]):

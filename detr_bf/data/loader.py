@@ -20,10 +20,10 @@ from detr_bf.data.workers import (
     death_of,
     disarm_dataloader_handler,
     end_unguarded,
+    lacks_guard,
     raise_deaths,
     start_method,
     start_worker,
-    startable_workers,
 )
 
 SampleT = TypeVar("SampleT")
@@ -82,12 +82,13 @@ def make_loader(
     workers: int,
     pin_memory: bool = False,
 ) -> BatchLoader[BatchT]:
-    """Return a loader of the ``batches`` of a data set with ``workers`` processes, if they can start.
+    """Return a loader of the ``batches`` of a data set with ``workers`` processes; none if they are not guarded.
 
     Iterating does not touch torch's global generator, so that a resumed run continues with the random numbers of the
     run that was stopped.
     """
-    workers = startable_workers(workers)
+    if workers and start_method() != "fork" and lacks_guard():
+        workers = 0
     return BatchLoader(
         dataset,  # type: ignore[arg-type]  # the stubs know no collate that changes the type
         batch_sampler=batches,

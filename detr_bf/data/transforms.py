@@ -181,7 +181,7 @@ class RandomSizeCrop(nn.Module):
         top, left = random_integer(0, full_height - height), random_integer(0, full_width - width)
         crop = each_part(sample, functional.crop, top=top, left=left, height=height, width=width)
         keep = has_area(crop.boxes)
-        return chosen(crop, keep if crop.masks is None else keep & has_pixels(crop.masks))
+        return select_objects(crop, keep if crop.masks is None else keep & has_pixels(crop.masks))
 
     def _side(self, available: int) -> int:
         return random_integer(min(self.min_size, available), min(self.max_size, available))
@@ -237,7 +237,7 @@ def each_part(sample: Sample, function: Callable[..., Any], **settings: Any) -> 
     return Sample(image, boxes, sample.labels, None if sample.masks is None else function(sample.masks, **settings))
 
 
-def chosen(sample: Sample, kept: Tensor) -> Sample:
+def select_objects(sample: Sample, kept: Tensor) -> Sample:
     """Return a sample with the objects ``kept`` (T,) bool."""
     boxes = wrap(sample.boxes[kept], like=sample.boxes)
     masks = None if sample.masks is None else wrap(sample.masks[kept], like=sample.masks)

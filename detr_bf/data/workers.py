@@ -85,13 +85,8 @@ def start_method() -> str:
     return chosen or multiprocessing.get_start_method()
 
 
-def startable_workers(workers: int) -> int:
-    """Return the number of workers, or 0, with a warning, if the main script has no guard and they are not forked."""
-    return 0 if workers and start_method() != "fork" and _lacks_guard() else workers
-
-
 @cache
-def _lacks_guard() -> bool:
+def lacks_guard() -> bool:
     """Return True, with a warning, for a main script that never reads ``__name__``."""
     main = sys.modules.get("__main__")
     file = getattr(main, "__file__", None)
