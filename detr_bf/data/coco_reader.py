@@ -29,10 +29,7 @@ _SPACE = b" \t\n\r"
 _Number = int | float
 _Box = tuple[_Number, _Number, _Number, _Number]
 # exactly the values that every entry needs
-_REQUIRED = {
-    "images": {"id": INT, "file_name": TEXT},
-    "annotations": {"image_id": INT, "category_id": INT},
-}
+_REQUIRED = {"images": {"id": INT, "file_name": TEXT}, "annotations": {"image_id": INT, "category_id": INT}}
 
 
 def decode_columns(path: Path) -> ColumnStore:

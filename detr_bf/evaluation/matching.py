@@ -77,30 +77,21 @@ def image_errors(
     begins, ends = (np.searchsorted(objects.image_ids, ids, side=side) for side in ("left", "right"))
     boxes, scores, labels = columns_of(images)
     xywh = np.concatenate([boxes[:, :2], boxes[:, 2:] - boxes[:, :2]], axis=1)
-    found, orders, compared, end = [], [], [], 0
+    errors, end = [], 0
     for image, *place in zip(images, begins, ends, strict=True):
         begin, end = end, end + len(image.scores)
         order = np.argsort(-scores[begin:end], kind="stable") + begin
         order = order[is_thing[labels[order]]] if masks else order
-        own, encoded = objects.at(slice(*place)), xywh[order]
+        objects_of_image, encoded = objects.at(slice(*place)), xywh[order]
         if masks:
             assert image.masks is not None, "the detections have masks"
             encoded = [image.masks[row - begin] for row in order]
-        ious, comparison = _compared(encoded, labels[order], own, masks)
-        found.append((image.image_id, own if not own.is_crowd.any() else own.at(~own.is_crowd), ious))
-        orders.append(order)
-        compared.append(comparison)
-    if not found:
-        return []
-    types, causes = _error_types(_Comparison(*(np.concatenate(parts) for parts in zip(*compared, strict=True))))
-    order, end, errors = np.concatenate(orders), 0, []
-    boxes, scores, labels = boxes[order], scores[order], labels[order]
-    for (image_id, own, ious), comparison in zip(found, compared, strict=True):
-        rows = slice(end, end + len(comparison.matches))
-        end = rows.stop
-        objects_and_matches = own.corners, own.labels, ious, comparison.matches
-        detected = boxes[rows], scores[rows], labels[rows]
-        errors.append(ImageErrors(image_id, *detected, *objects_and_matches, tuple(types[rows]), causes[rows]))
+        ious, comparison = _compared(encoded, labels[order], objects_of_image, masks)
+        types, causes = _error_types(comparison)
+        kept = objects_of_image.at(~objects_of_image.is_crowd)
+        detected = boxes[order], scores[order], labels[order]
+        matched = kept.corners, kept.labels, ious, comparison.matches
+        errors.append(ImageErrors(image.image_id, *detected, *matched, tuple(types), causes))
     return errors
 
 

@@ -102,12 +102,7 @@ Record = TypeVar("Record", bound=FileRecord)
 
 
 def check_files(
-    kind: type[Record],
-    folder: Path,
-    names: Iterable[str],
-    cache_dir: Path,
-    workers: int,
-    max_pixels: int = MAX_PIXELS,
+    kind: type[Record], folder: Path, names: Iterable[str], cache_dir: Path, workers: int, max_pixels: int = MAX_PIXELS
 ) -> dict[str, Record]:
     """Return the records of the named files that exist.
 
