@@ -404,9 +404,8 @@ def test_without_objects_or_detections() -> None:
 
 
 def test_average_precision_of_a_worked_example() -> None:
-    found = [(0.9, True), (0.8, False), (0.7, True)]
-    assert average_precision(found, 2) == pytest.approx((51 * 1 + 50 * 2 / 3) / 101)
-    assert average_precision([], 2) == 0.0
+    assert average_precision(np.array([True, False, True]), 2) == pytest.approx((51 * 1 + 50 * 2 / 3) / 101)
+    assert average_precision(np.array([], dtype=bool), 2) == 0.0
 
 
 SIZES = dict.fromkeys(range(1, 7), (100, 100)) | {2: None}
@@ -445,7 +444,10 @@ def test_groups_equal_loops(seed: int, name: str) -> None:
                 rows.append((result["category_id"], result["score"], kind == "hit"))
                 hits += kind == "hit" and result["score"] >= 0.3
         values = [
-            average_precision([(score, hit) for label, score, hit in rows if label == category], total)
+            average_precision(
+                np.array([hit for label, _, hit in sorted(rows, key=lambda row: -row[1]) if label == category], bool),
+                total,
+            )
             for category, total in totals.items()
             if total
         ]
