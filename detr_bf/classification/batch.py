@@ -82,11 +82,7 @@ class LabelledImages:
 
     @classmethod
     def collate(cls, samples: Sequence[LabelledImage]) -> LabelledImages:
-        """Stack images of one size.
-
-        Raises:
-            InputError: there are none, or their sizes differ.
-        """
+        """Stack images of one size; InputError if there are none, or their sizes differ."""
         sizes = {tuple(sample.pixels.shape) for sample in samples}
         if len(sizes) != 1:
             raise InputError(f"a batch needs one or more images of one size, got the sizes {sorted(sizes)}")

@@ -131,11 +131,7 @@ def array_split(pixels: Tensor, labels: Tensor, origin: str) -> LabelledSplit:
 
 
 def require_two_classes(splits: LabelledSplits) -> None:
-    """Check that a classifier has two or more classes to learn.
-
-    Raises:
-        InputError: there is only one class.
-    """
+    """Check that a classifier has two or more classes to learn; InputError if there is only one class."""
     names = splits.class_map.names
     if len(names) < 2:
         raise InputError(

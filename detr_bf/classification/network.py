@@ -64,8 +64,7 @@ def build_network(
         chosen = {"narrow": True, **chosen} if experts > 1 else chosen
         build = partial(_cifar_resnet, name, num_classes, chosen)
     else:
-        _check_known(name)
-        _check_size(chosen, image_size)
+        _check_timm(name, chosen, image_size)
         chosen = {"channels": NARROW, **chosen} if experts > 1 else chosen
         build = partial(_of_timm, name, num_classes, image_size, pretrained, dropout, drop_path, chosen)
     if experts > 1:
@@ -86,11 +85,9 @@ def _of_timm(
     drop_path: float,
     options: Mapping[str, Any],
 ) -> nn.Module:
-    given: dict[str, Any] = {"num_classes": num_classes}
-    given |= {"drop_rate": dropout} if dropout else {}
-    given |= {"drop_path_rate": drop_path} if drop_path else {}
-    given |= {"img_size": image_size} if timm.models.get_pretrained_cfg_value(name, "fixed_input_size") else {}
-    given |= options
+    size = image_size if timm.models.get_pretrained_cfg_value(name, "fixed_input_size") else 0
+    optional = {"drop_rate": dropout, "drop_path_rate": drop_path, "img_size": size}
+    given = {"num_classes": num_classes, **{key: value for key, value in optional.items() if value}, **options}
     if pretrained:
         config = timm.get_pretrained_cfg(name)
         if config is None or not config.has_weights:
@@ -108,24 +105,19 @@ def _of_timm(
     return model
 
 
-def _check_size(options: Mapping[str, Any], image_size: int) -> None:
-    own = options.get("img_size")
-    if own is None or options.get("dynamic_img_size") or to_2tuple(own) == (image_size, image_size):
-        return
-    raise InputError(
-        f"model.options.img_size={own} and data.transforms.size={image_size} differ: remove img_size, which is taken "
-        "from the data"
-    )
-
-
-def _check_known(name: str) -> None:
-    if timm.is_model(name):
-        return
-    near = timm.list_models(f"*{name.split('_')[0]}*")[:8]
-    raise InputError(
-        f"model.name={name}: timm {timm.__version__} has no such model. Similar names: {', '.join(near) or 'none'}; "
-        f"there are also {CIFAR_RESNET}20, 32, 44 and 56"
-    )
+def _check_timm(name: str, options: Mapping[str, Any], image_size: int) -> None:
+    if not timm.is_model(name):
+        near = timm.list_models(f"*{name.split('_')[0]}*")[:8]
+        raise InputError(
+            f"model.name={name}: timm {timm.__version__} has no such model. Similar names: "
+            f"{', '.join(near) or 'none'}; there are also {CIFAR_RESNET}20, 32, 44 and 56"
+        )
+    given = options.get("img_size")
+    if given is not None and not options.get("dynamic_img_size") and to_2tuple(given) != (image_size, image_size):
+        raise InputError(
+            f"model.options.img_size={given} and data.transforms.size={image_size} differ: remove img_size, which is "
+            "taken from the data"
+        )
 
 
 def _reject_settings(network: str, settings: Mapping[str, float]) -> None:

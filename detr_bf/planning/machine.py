@@ -111,11 +111,7 @@ class Machine:
         return self.num_classes or (COCO_PANOPTIC_CLASSES if config.data.train.panoptic else COCO_CLASSES)
 
     def check(self, config: DetectionConfig) -> None:
-        """Check the config's precision.
-
-        Raises:
-            InputError: the GPU does not support it.
-        """
+        """Check the config's precision; InputError if the GPU does not support it."""
         if config.train.precision == "bf16" and not self.gpu.bf16:
             raise InputError(f"train.precision=bf16, which {self.gpu.title} cannot do: use train.precision=fp16")
 
@@ -157,11 +153,7 @@ def published_share() -> float:
 
 
 def gpu_named(name: str) -> Gpu:
-    """Return a GPU of ``GPUS`` by name.
-
-    Raises:
-        InputError: unknown name.
-    """
+    """Return a GPU of ``GPUS`` by name; InputError if the name is unknown."""
     if name.lower() not in GPUS:
         raise InputError(
             f"--gpu {name} is not known; known are {', '.join(GPUS)}. For another GPU give the most similar one with "

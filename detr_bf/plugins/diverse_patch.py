@@ -41,11 +41,7 @@ def patch_cosine(patches: Tensor) -> Tensor:
 
 
 def cosine_loss(last: Tensor) -> Tensor:
-    """(R, P, C) -> (): the mean of :func:`patch_cosine` over the images (L_cos, section 4).
-
-    Raises:
-        InputError: P is 1.
-    """
+    """(R, P, C) -> (): the mean of :func:`patch_cosine` over the images (L_cos, section 4); InputError if P is 1."""
     _check_several(last.shape[1])
     return patch_cosine(last).mean()
 
