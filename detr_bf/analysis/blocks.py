@@ -90,6 +90,19 @@ def draw_layers(
     return figure
 
 
+draw_attention_entropy = partial(draw_layers, title="Entropy of attention", ylabel="entropy, nats")
+draw_class_token_entropy = partial(draw_layers, title="Entropy of the class token's attention", ylabel="entropy, nats")
+draw_attention_distance = partial(
+    draw_layers, title="Relative distance of attention", ylabel="distance, sides of the image"
+)
+draw_patch_similarity = partial(
+    draw_layers,
+    title="Similarity of patches",
+    ylabel="mean |cosine| of pairs",
+    xlabel="block of a ViT, stage of Swin and ResNet, counted from 0",
+)
+
+
 @torch.no_grad()
 def measure_attention(model: nn.Module, batches: Iterable[LabelledImages], measure: Measure) -> list[list[Tensor]]:
     """Apply ``measure`` to the attention weights of every block: [block][batch], on the CPU.
@@ -186,16 +199,6 @@ def _entropy(model: nn.Module, batches: Iterable[LabelledImages], queries: slice
     return LayerCurve.of(values, bound=math.log(tokens))
 
 
-def draw_attention_entropy(runs: Mapping[str, LayerCurve]) -> Figure:
-    """Plot one line per run, and the bound."""
-    return draw_layers(runs, title="Entropy of attention", ylabel="entropy, nats")
-
-
-def draw_class_token_entropy(runs: Mapping[str, LayerCurve]) -> Figure:
-    """Plot one line per run, and the bound."""
-    return draw_layers(runs, title="Entropy of the class token's attention", ylabel="entropy, nats")
-
-
 def patch_distances(grid: tuple[int, int]) -> Tensor:
     """(P, P) float64: ``|row_i - row_j| / height + |column_i - column_j| / width`` of the patches of a grid."""
     axes = [torch.arange(side, dtype=torch.float64) / side for side in grid]
@@ -221,11 +224,6 @@ def attention_distance(model: nn.Module, batches: Iterable[LabelledImages]) -> L
         return (between_patches * patch_distances(grid).to(attention)).sum(-1)
 
     return LayerCurve.of(measure_attention(model, batches, measure))
-
-
-def draw_attention_distance(runs: Mapping[str, LayerCurve]) -> Figure:
-    """Plot one line per run."""
-    return draw_layers(runs, title="Relative distance of attention", ylabel="distance, sides of the image")
 
 
 @torch.no_grad()
@@ -266,12 +264,6 @@ def _patch_sources(model: nn.Module) -> tuple[list[nn.Module], Callable[[Tensor]
         stages: Any = [model.act1, model.layer1, model.layer2, model.layer3, model.layer4]
         return list(stages), lambda maps: maps.flatten(2).transpose(1, 2)
     raise refused(model, "VisionTransformer (ViT, DeiT), SwinTransformer or ResNet")
-
-
-def draw_patch_similarity(runs: Mapping[str, LayerCurve]) -> Figure:
-    """Plot one line per run."""
-    xlabel = "block of a ViT, stage of Swin and ResNet, counted from 0"
-    return draw_layers(runs, title="Similarity of patches", ylabel="mean |cosine| of pairs", xlabel=xlabel)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from matplotlib.patches import Rectangle
 from torch import Tensor, nn
 
 from detr_bf.analysis.images import FeatureMaps, StreamMaps
-from detr_bf.analysis.inspected import InspectedDetector, Level, ShownBatch, level_list
+from detr_bf.analysis.inspected import InspectedDetector, ShownBatch, level_list, level_numbered
 from detr_bf.assembly.data import build_loader, data_source
 from detr_bf.assembly.model import build_classification, build_panoptic_postprocess, build_postprocess
 from detr_bf.assembly.training import precision_of
@@ -66,15 +66,12 @@ def feature_maps_of(
     if not 0 <= number < len(encoder.layers):
         raise InputError(f"--layer {number}: the encoder has the layers 0 to {len(encoder.layers) - 1}")
     kept: list[tuple[Tensor, TokenBatch]] = []
-    handle = encoder.layers[number].register_forward_hook(lambda module, args, output: kept.append((output, args[0])))
     batch = run.load(indices)
-    try:
-        with ExitStack() as stack:
-            if has_two_streams(run.model):
-                stack.enter_context(attending(run.model))
-            run.model(batch.inputs)
-    finally:
-        handle.remove()
+    with (
+        encoder.layers[number].register_forward_hook(lambda module, args, output: kept.append((output, args[0]))),
+        attending(run.model) if has_two_streams(run.model) else nullcontext(),
+    ):
+        run.model(batch.inputs)
     tokens, source = kept[0]
     chosen = level_numbered(run.levels(source, batch), level)
     cells = tokens[:, chosen.start : chosen.start + chosen.height * chosen.width].mean(-1)
@@ -92,13 +89,6 @@ def has_two_streams(model: nn.Module) -> bool:
     """Return True if training forks the batch in a way that images attend to each other."""
     found = next((module for module in model.modules() if isinstance(module, BatchFormerV2)), None)
     return found is not None and found.mode in ("two_stream", "mini_batch_inference") and found.neighbours is None
-
-
-def level_numbered(levels: Sequence[Level], level: int) -> Level:
-    """Return one of the levels; InputError if it does not exist."""
-    if not 0 <= level < len(levels):
-        raise InputError(f"--level {level}: the model has the levels 0 to {len(levels) - 1}, 0 is the finest")
-    return levels[level]
 
 
 # Queries.
@@ -187,12 +177,8 @@ def _last_cross_attention(model: Any) -> Iterator[_CrossAttention]:
             found.records = list(records)
 
         attention = model.decoder.layers[-1].cross_attention
-        handles = [attention.register_forward_pre_hook(enter), attention.register_forward_hook(leave)]
-        try:
+        with attention.register_forward_pre_hook(enter), attention.register_forward_hook(leave):
             yield found
-        finally:
-            for handle in handles:
-                handle.remove()
 
 
 def _looks(run: InspectedDetector, batch: ShownBatch, outputs: Outputs, found: _CrossAttention) -> list[QueryLook]:
@@ -208,17 +194,9 @@ def _looks(run: InspectedDetector, batch: ShownBatch, outputs: Outputs, found: _
             point = found.reference[0, query, :2].cpu() * torch.tensor([width, height])
             reference = (float(point[0]), float(point[1]))
         heat, points = _attended(found, query, batch.size)
-        looks.append(
-            QueryLook(
-                query,
-                run.data.class_map.names[int(labels[query])],
-                float(scores[query]),
-                (x - w / 2, y - h / 2, x + w / 2, y + h / 2),
-                reference,
-                heat,
-                points,
-            )
-        )
+        box = (x - w / 2, y - h / 2, x + w / 2, y + h / 2)
+        name = run.data.class_map.names[int(labels[query])]
+        looks.append(QueryLook(query, name, float(scores[query]), box, reference, heat, points))
     return looks
 
 

@@ -172,9 +172,7 @@ def draw_grad_cam(runs: Mapping[str, CamSheet]) -> Figure:
     Raises:
         InputError: the runs have different images.
     """
-    check_same_images({name: [(image.index, image.name) for image in sheet.images] for name, sheet in runs.items()})
-    first = next(iter(runs.values()))
-    columns = {"image": [Cell(image.picture, image.name) for image in first.images]}
+    columns = _image_column(runs)
     for name, sheet in runs.items():
         captions = (f"{printable(image.predicted, limit=18)}, p = {image.probability:.2f}" for image in sheet.images)
         columns[name] = [
@@ -182,6 +180,12 @@ def draw_grad_cam(runs: Mapping[str, CamSheet]) -> Figure:
             for image, caption in zip(sheet.images, captions, strict=True)
         ]
     return draw_sheet("Grad-CAM of the true class; below each the predicted class, p of the true one", columns)
+
+
+def _image_column(runs: Mapping[str, CamSheet | FeatureMaps]) -> dict[str, list[Cell]]:
+    """Return the column of the images themselves; InputError if the runs have different ones."""
+    check_same_images({name: [(image.index, image.name) for image in run.images] for name, run in runs.items()})
+    return {"image": [Cell(image.picture, image.name) for image in next(iter(runs.values())).images]}
 
 
 @dataclass(frozen=True)
@@ -251,18 +255,10 @@ def feature_maps(
                 model(batch.images)
                 grid = patch_embed.dynamic_feat_size(batch.images.shape[-2:])
                 means = patches_of(kept.pop(), vit.num_prefix_tokens).mean(-1).unflatten(1, grid).float().cpu().numpy()
-                found += _of_batch(batch, means, class_names, pixels)
+                names = [class_names[label] for label in batch.targets.labels.tolist()]
+                pictures, streams = pixels.shown(batch.images).numpy(), np.split(means, 2)  # clean stream first
+                found += map(StreamMaps, batch.indices.tolist(), names, pictures, *streams)
     return FeatureMaps(tuple(found))
-
-
-def _of_batch(batch: LabelledImages, means: np.ndarray, class_names: Sequence[str], pixels: Pixels) -> list[StreamMaps]:
-    """Split the maps (2B, h, w), clean stream first, by image."""
-    labels, indices = batch.targets.labels.tolist(), batch.indices.tolist()
-    pictures, count = pixels.shown(batch.images).numpy(), len(batch)
-    return [
-        StreamMaps(indices[row], class_names[labels[row]], pictures[row], means[row], means[count + row])
-        for row in range(count)
-    ]
 
 
 def draw_feature_maps(runs: Mapping[str, FeatureMaps]) -> Figure:
@@ -271,9 +267,7 @@ def draw_feature_maps(runs: Mapping[str, FeatureMaps]) -> Figure:
     Raises:
         InputError: the runs have different images.
     """
-    check_same_images({name: [(image.index, image.name) for image in maps.images] for name, maps in runs.items()})
-    first = next(iter(runs.values()))
-    columns = {"image": [Cell(image.picture, image.name) for image in first.images]}
+    columns = _image_column(runs)
     for name, maps in runs.items():
         columns[f"{name}\nclean stream"] = [Cell(image.picture, heat=image.clean) for image in maps.images]
         if all(image.batchformer is not None for image in maps.images):

@@ -179,6 +179,13 @@ def level_list(shapes: Sequence[tuple[int, int]], start: int = 0) -> list[Level]
     return found
 
 
+def level_numbered(levels: Sequence[Level], level: int) -> Level:
+    """Return one of the levels; InputError if it does not exist."""
+    if not 0 <= level < len(levels):
+        raise InputError(f"--level {level}: the model has the levels 0 to {len(levels) - 1}, 0 is the finest")
+    return levels[level]
+
+
 def load_inspected(name: str, source: Path, overrides: Sequence[str] = ()) -> InspectedRun:
     """Return the trained model of a run folder or checkpoint, with the validation images of its config.
 
@@ -189,10 +196,8 @@ def load_inspected(name: str, source: Path, overrides: Sequence[str] = ()) -> In
         InputError: the source is no checkpoint of a detector or classifier, or the images cannot be read.
     """
     checkpoint = load_checkpoint(checkpoint_of(source))
-    config, classes = (
-        config_from_dict(checkpoint.config, overrides, source=f"the config in {source}"),
-        checkpoint.classes,
-    )
+    config = config_from_dict(checkpoint.config, overrides, source=f"the config in {source}")
+    classes = checkpoint.classes
     if not isinstance(config, (DetectionConfig, ClassifierConfig)):
         raise InputError(f"{source} is a run of the task {config.task}, expected detection or classification")
     task = task_of(config)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -87,6 +88,15 @@ def draw_accuracy(runs: Mapping[str, AccuracyCurve], *, title: str, xlabel: str,
     return figure
 
 
+draw_fgsm = partial(draw_accuracy, title="Accuracy under FGSM", xlabel="epsilon, steps of 1/255", scale=255)
+draw_occlusion = partial(
+    draw_accuracy, title="Accuracy with a black centre", xlabel="side of the square, % of the image's side", scale=100
+)
+draw_missing_patches = partial(
+    draw_accuracy, title="Accuracy with patches missing", xlabel="patches dropped, %", scale=100
+)
+
+
 def attack(images: Tensor, gradient: Tensor, epsilon: float, pixels: Pixels) -> Tensor:
     """Move normalised images (B, 3, H, W) by ``epsilon`` along the gradient's sign, clipped to black and white."""
     low, high = (pixels.normalised(value, images) for value in (0.0, 1.0))
@@ -129,11 +139,6 @@ def loss_gradient(model: nn.Module, batch: LabelledImages) -> Tensor:
     return torch.autograd.grad(loss, images)[0]
 
 
-def draw_fgsm(runs: Mapping[str, AccuracyCurve]) -> Figure:
-    """Plot one line per run."""
-    return draw_accuracy(runs, title="Accuracy under FGSM", xlabel="epsilon, steps of 1/255", scale=255)
-
-
 def cover_centre(images: Tensor, side: float, fill: Tensor) -> Tensor:
     """Fill the centre of images (B, 3, H, W), ``side`` of their height and of their width, with ``fill`` (3, 1, 1).
 
@@ -164,12 +169,6 @@ def occlusion(
         return (cover_centre(batch.images, side, black) for side in sides)
 
     return accuracy_curve(model, batches, corrupt, strength="side", strengths=sides)
-
-
-def draw_occlusion(runs: Mapping[str, AccuracyCurve]) -> Figure:
-    """Plot one line per run."""
-    xlabel = "side of the square, % of the image's side"
-    return draw_accuracy(runs, title="Accuracy with a black centre", xlabel=xlabel, scale=100)
 
 
 def drop_patches(images: Tensor, order: Tensor, share: float, patch: tuple[int, int], fill: Tensor) -> Tensor:
@@ -233,8 +232,3 @@ def _patch_size(model: nn.Module, images: Tensor, patch: int | None) -> tuple[in
             "divides both"
         )
     return size
-
-
-def draw_missing_patches(runs: Mapping[str, AccuracyCurve]) -> Figure:
-    """Plot one line per run."""
-    return draw_accuracy(runs, title="Accuracy with patches missing", xlabel="patches dropped, %", scale=100)

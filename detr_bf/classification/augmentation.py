@@ -15,6 +15,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from PIL import Image
 from timm.data import RandomResizedCropAndInterpolation, str_to_pil_interp
 from timm.data.auto_augment import (
@@ -28,6 +29,7 @@ from timm.data.random_erasing import RandomErasing
 from torch import Tensor
 from torch.utils.data import Dataset
 from torchvision.transforms import AutoAugment, AutoAugmentPolicy, ColorJitter
+from torchvision.transforms.functional import pil_to_tensor, to_pil_image
 
 from detr_bf.classification.batch import LabelledImage, LabelledImages
 from detr_bf.common.errors import InputError
@@ -87,7 +89,7 @@ class Resize:
         """(C, h, w) uint8 -> (C, *size) uint8; an image of that size is returned unchanged."""
         if tuple(pixels.shape[-2:]) == self.size:
             return pixels
-        return pixels_of(picture_of(pixels).resize(self.size[::-1], self.method))
+        return pil_to_tensor(to_pil_image(pixels).resize(self.size[::-1], self.method))
 
 
 class TrainTransform:
@@ -156,11 +158,11 @@ class TrainTransform:
             return self.normalize(pixels.flip(-1) if flip else pixels)
         with seeded(draw.getrandbits(64), numpy=self._numpy):
             if self.crop is not None:
-                pixels = pixels_of(self.crop(picture_of(pixels)))
+                pixels = pil_to_tensor(self.crop(to_pil_image(pixels)))
             if flip:
                 pixels = pixels.flip(-1)
             if self.colours is not None:
-                pixels = pixels_of(self.colours(picture_of(pixels).convert("RGB")))
+                pixels = pil_to_tensor(self.colours(to_pil_image(pixels).convert("RGB")))
             if self.cutout:
                 pixels = cutout(pixels, self.cutout, *(draw.randrange(side) for side in pixels.shape[-2:]))
             image = self.normalize(pixels)
@@ -199,13 +201,12 @@ class EvalTransform:
         self.normalize = Normalize(mean, std)
 
     def __call__(self, pixels: Tensor, seed: int) -> Tensor:
-        return self.normalize(centre((self.fixed or self._covering(pixels))(pixels), self.size))
-
-    def _covering(self, pixels: Tensor) -> Resize:
-        """Return the resize to the smallest size with the image's aspect ratio that covers ``full``."""
-        height, width = pixels.shape[-2:]
-        factor = max(self.full[0] / height, self.full[1] / width)
-        return Resize((round(height * factor), round(width * factor)), self.interpolation)
+        resize = self.fixed
+        if resize is None:  # to the smallest size with the image's aspect ratio that covers ``full``
+            height, width = pixels.shape[-2:]
+            factor = max(self.full[0] / height, self.full[1] / width)
+            resize = Resize((round(height * factor), round(width * factor)), self.interpolation)
+        return self.normalize(centre(resize(pixels), self.size))
 
 
 class Normalize:
@@ -222,17 +223,8 @@ class Normalize:
 
 def shifted(pixels: Tensor, down: int, right: int) -> Tensor:
     """Shift (C, h, w) uint8 by ``down`` and ``right`` pixels, up and left if negative; new pixels are 0."""
-    result, array = np.zeros(tuple(pixels.shape), np.uint8), pixels.numpy()  # NumPy slices small arrays faster
-    (to_rows, from_rows), (to_columns, from_columns) = _overlap(down, array.shape[1]), _overlap(right, array.shape[2])
-    result[:, to_rows, to_columns] = array[:, from_rows, from_columns]
-    return torch.from_numpy(result)
-
-
-def _overlap(shift: int, length: int) -> tuple[slice, slice]:
-    """Return the target and source slices of the values that a shift leaves within ``length``."""
-    count = max(length - abs(shift), 0)
-    to, start = max(shift, 0), max(-shift, 0)
-    return slice(to, to + count), slice(start, start + count)
+    down, right = (max(-side, min(by, side)) for by, side in zip((down, right), pixels.shape[1:], strict=True))
+    return F.pad(pixels, (right, -right, down, -down))  # a negative number crops
 
 
 def cutout(pixels: Tensor, side: int, row: int, column: int) -> Tensor:
@@ -247,18 +239,6 @@ def centre(pixels: Tensor, size: tuple[int, int]) -> Tensor:
     """Return the centre crop (C, *size) of an image that is at least that large."""
     top, left = (pixels.shape[-2] - size[0]) // 2, (pixels.shape[-1] - size[1]) // 2
     return pixels[:, top : top + size[0], left : left + size[1]]
-
-
-def picture_of(pixels: Tensor) -> Image.Image:
-    """Convert (C, h, w) uint8 to a Pillow image, grey for one channel and RGB for three."""
-    array = pixels.permute(1, 2, 0).numpy()
-    return Image.fromarray(np.ascontiguousarray(array[..., 0] if len(pixels) == 1 else array))
-
-
-def pixels_of(picture: Image.Image) -> Tensor:
-    """Convert a Pillow image to (C, h, w) uint8: the inverse of :func:`picture_of`."""
-    array = torch.from_numpy(np.array(picture))
-    return array[None] if array.ndim == 2 else array.permute(2, 0, 1)
 
 
 def _policy(name: str, size: tuple[int, int], interpolation: str, mean: Sequence[float]) -> Picture:

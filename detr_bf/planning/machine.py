@@ -42,14 +42,11 @@ class Gpu:
     bandwidth: float  # GB/s of 10**9 bytes
     bf16: bool = True
 
-    def peak(self, kind: str) -> float:
-        """Return the peak rate in FLOP/s for a kind of :class:`~detr_bf.planning.trace.Work`."""
-        return TERA * {"float32": self.float32, "convolution": self.tf32, "half": self.half}[kind]
-
     def least_seconds(self, work: Iterable[Work]) -> float:
         """Return the time of all operators in sequence, each limited by peak arithmetic or peak bandwidth."""
+        peak = {"float32": TERA * self.float32, "convolution": TERA * self.tf32, "half": TERA * self.half}  # FLOP/s
         return sum(
-            item.times * max(item.flops / self.peak(item.kind), item.moved / (GIGA * self.bandwidth)) for item in work
+            item.times * max(item.flops / peak[item.kind], item.moved / (GIGA * self.bandwidth)) for item in work
         )
 
 
@@ -109,11 +106,6 @@ class Machine:
     def classes(self, config: DetectionConfig) -> int:
         """Return the number of classes in the data."""
         return self.num_classes or (COCO_PANOPTIC_CLASSES if config.data.train.panoptic else COCO_CLASSES)
-
-    def check(self, config: DetectionConfig) -> None:
-        """Check the config's precision; InputError if the GPU does not support it."""
-        if config.train.precision == "bf16" and not self.gpu.bf16:
-            raise InputError(f"train.precision=bf16, which {self.gpu.title} cannot do: use train.precision=fp16")
 
 
 def largest_size(data: DataConfig, divisor: int = 1) -> tuple[int, int]:
