@@ -5,7 +5,7 @@ Shape legend: B images, C channels, K classes, S tokens with the class token, h 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -96,23 +96,19 @@ def grad_cam(
     source: nn.Module | None = None
     with evaluating(model):
         for batch in moved(batches, model):
-            check_labels(batch.targets.labels, len(class_names))
+            labels = batch.targets.labels
+            check_labels(labels, len(class_names))
             source = source or _source(model, batch.images)
             logits, heat = _heat(model, source, batch)
-            best, labels = logits.argmax(1).tolist(), batch.targets.labels.tolist()
-            probability = logits.softmax(1)
-            pictures = pixels.shown(batch.images)
-            for row, index in enumerate(batch.indices.tolist()):
-                found.append(
-                    CamImage(
-                        index,
-                        class_names[labels[row]],
-                        class_names[best[row]],
-                        float(probability[row, labels[row]]),
-                        pictures[row].numpy(),
-                        heat[row].float().cpu().numpy(),
-                    )
-                )
+            found += map(
+                CamImage,
+                batch.indices.tolist(),
+                [class_names[label] for label in labels.tolist()],
+                [class_names[label] for label in logits.argmax(1).tolist()],
+                logits.softmax(1).gather(1, labels[:, None])[:, 0].tolist(),
+                pixels.shown(batch.images).numpy(),
+                heat.float().cpu().numpy(),
+            )
     return CamSheet(tuple(found))
 
 
@@ -126,20 +122,14 @@ def _heat(model: nn.Module, source: nn.Module, batch: LabelledImages) -> tuple[T
 
     with hooked([source.register_forward_hook(cut)]):
         logits = model(batch.images)
-    score = logits.gather(
-        1, batch.targets.labels[:, None]
-    ).sum()  # images are independent, so each has its own gradient
-    [gradient] = torch.autograd.grad(score, leaves)
-    to_map = _map_of(model, batch.images)
-    return logits.detach(), class_activation(to_map(leaves[0].detach()), to_map(gradient))
-
-
-def _map_of(model: nn.Module, images: Tensor) -> Callable[[Tensor], Tensor]:
-    """Return the function that reshapes the output of the source to (B, C, h, w)."""
-    if not isinstance(model, VisionTransformer):
-        return lambda maps: maps
-    grid = cast("Any", model.patch_embed).dynamic_feat_size(images.shape[-2:])
-    return lambda tokens: patches_of(tokens, model.num_prefix_tokens).transpose(1, 2).unflatten(2, grid)
+    # images are independent, so each has its own gradient
+    scores = logits.gather(1, batch.targets.labels[:, None])
+    maps, gradients = leaves[0].detach(), torch.autograd.grad(scores.sum(), leaves)[0]
+    if isinstance(model, VisionTransformer):  # (B, S, C) to (B, C, h, w)
+        grid = cast("Any", model.patch_embed).dynamic_feat_size(batch.images.shape[-2:])
+        patches = (patches_of(tokens, model.num_prefix_tokens) for tokens in (maps, gradients))
+        maps, gradients = (x.transpose(1, 2).unflatten(2, grid) for x in patches)
+    return logits.detach(), class_activation(maps, gradients)
 
 
 @torch.no_grad()
@@ -167,11 +157,7 @@ def _source(model: nn.Module, images: Tensor) -> nn.Module:
 
 
 def draw_grad_cam(runs: Mapping[str, CamSheet]) -> Figure:
-    """Draw the images, and for each run the heat over them with the probability of the class.
-
-    Raises:
-        InputError: the runs have different images.
-    """
+    """Draw the images, and for each run the heat over them with the probability of the class."""
     columns = _image_column(runs)
     for name, sheet in runs.items():
         captions = (f"{printable(image.predicted, limit=18)}, p = {image.probability:.2f}" for image in sheet.images)
@@ -262,11 +248,7 @@ def feature_maps(
 
 
 def draw_feature_maps(runs: Mapping[str, FeatureMaps]) -> Figure:
-    """Draw the images, and for each run both maps, each scaled from its minimum to its maximum.
-
-    Raises:
-        InputError: the runs have different images.
-    """
+    """Draw the images, and for each run both maps, each scaled from its minimum to its maximum."""
     columns = _image_column(runs)
     for name, maps in runs.items():
         columns[f"{name}\nclean stream"] = [Cell(image.picture, heat=image.clean) for image in maps.images]

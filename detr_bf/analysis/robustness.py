@@ -1,6 +1,8 @@
 """Accuracy on corrupted images: FGSM and a black centre, as in table 8 of Context Broadcasting (arXiv 2210.08457), and
 missing patches (arXiv 2105.10497).
 
+All analyses raise InputError if there are no images, or labels are outside the classes.
+
 Shape legend: B images, H x W pixels, P patches.
 """
 
@@ -58,11 +60,7 @@ def accuracy_curve(
     strength: str,
     strengths: Sequence[float],
 ) -> AccuracyCurve:
-    """Measure accuracy in evaluation mode; ``corrupt`` returns the images of a batch once per strength.
-
-    Raises:
-        InputError: there are no images, or labels are outside the classes.
-    """
+    """Measure accuracy in evaluation mode; ``corrupt`` returns the images of a batch once per strength."""
     right, images = [0] * len(strengths), 0
     with evaluating(model):
         for batch in moved(batches, model):
@@ -117,7 +115,7 @@ def fgsm(
         epsilons: sizes of the step; from black to white is 1.
 
     Raises:
-        InputError: an epsilon is below 0 or above 1, there are no images, or labels are outside the classes.
+        InputError: an epsilon is below 0 or above 1.
     """
     if not epsilons or not all(0 <= epsilon <= 1 for epsilon in epsilons):
         raise InputError(f"epsilons must be one or more numbers from 0 to 1, such as 1/255; got {list(epsilons)}")
@@ -159,9 +157,6 @@ def occlusion(
     Args:
         pixels: how images were normalised.
         sides: of the square, from 0 to 1 times the image's sides.
-
-    Raises:
-        InputError: there are no images, or labels are outside the classes.
     """
 
     def corrupt(batch: LabelledImages) -> Iterator[Tensor]:
@@ -203,7 +198,7 @@ def missing_patches(
         seed: of the choice of patches, the same for all models with the same patches and batches.
 
     Raises:
-        InputError: patches do not fill the images, there are no images, or labels are outside the classes.
+        InputError: patches do not fill the images.
     """
     generator = torch.Generator().manual_seed(seed)
 

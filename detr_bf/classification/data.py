@@ -141,15 +141,7 @@ def require_two_classes(splits: LabelledSplits) -> None:
 
 
 def require_no_flips(splits: LabelledSplits, name: str, horizontal_flip: float) -> None:
-    """Check that training does not flip images of a data set in which a flip changes the class.
-
-    Args:
-        name: of the data set, ``data.name``.
-        horizontal_flip: probability of a horizontal flip in training.
-
-    Raises:
-        InputError: such images would be flipped.
-    """
+    """Check that training does not flip images of a data set, ``data.name``, in which a flip changes the class."""
     if splits.mirrored and horizontal_flip > 0:
         raise InputError(
             f"data.name={name}: {splits.mirrored}, and data.transforms.horizontal_flip={horizontal_flip:g} mirrors "

@@ -169,9 +169,6 @@ def check_batch_norm(network: nn.Module, *, image_size: int, rows: int) -> None:
     """Check that a training batch of ``rows`` images per rank gives batch norm two or more values per channel.
 
     The network is left in training mode; its statistics do not change.
-
-    Raises:
-        InputError: a batch norm would get a single value.
     """
     if rows != 1:  # the loader reports batches without images
         return
@@ -203,11 +200,7 @@ def _check_patches(network: nn.Module, image_size: int) -> None:
 
 
 def _outputs(network: nn.Module, rows: int, image_size: int) -> Any:
-    """Return the outputs on meta tensors, or on zeros if an operator needs values; None if neither is possible.
-
-    Raises:
-        InputError: the forward pass fails.
-    """
+    """Return the outputs on meta tensors, or on zeros if an operator needs values; None if neither is possible."""
     try:
         return _meta_outputs(network, rows, image_size)
     except _MISFIT as error:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from detr_bf.classification.config import ClassifierConfig, ClassifierDataConfig, DiversePatchConfig, ImageDataConfig
+from detr_bf.classification.config import ClassifierConfig, ClassifierDataConfig, ImageDataConfig
 from detr_bf.classification.figures import save_class_accuracies, save_confusion
 from detr_bf.classification.masked_config import MaskedConfig
 from detr_bf.classification.metrics import GROUPS, ClassificationResult, ReconstructionResult
@@ -44,16 +44,12 @@ def plugin_names(config: ClassifierConfig) -> list[str]:
         shared = "" if plugins.batchformer.shared_classifier else " without shared classifier"
         names.append(f"BatchFormer after pooling{shared}")
     names += context_broadcasting(plugins.context_broadcasting)
-    if plugins.diverse_patch.enabled:
-        names.append(_diverse_patch(plugins.diverse_patch))
+    if (diverse := plugins.diverse_patch).enabled:
+        weights = {name: getattr(diverse, name) for name in ("cosine", "contrastive", "mixing")}
+        losses = [f"{name} {weight:g}" for name, weight in weights.items() if weight] or ["no loss"]
+        names.append(f"DiversePatch ({', '.join(losses)}{', patch CutMix' if diverse.patch_cutmix else ''})")
     names += relative_localization(plugins.relative_localization)
     return names
-
-
-def _diverse_patch(settings: DiversePatchConfig) -> str:
-    weights = {name: getattr(settings, name) for name in ("cosine", "contrastive", "mixing")}
-    losses = [f"{name} {weight:g}" for name, weight in weights.items() if weight] or ["no loss"]
-    return f"DiversePatch ({', '.join(losses)}{', patch CutMix' if settings.patch_cutmix else ''})"
 
 
 def data_sentence(data: ImageDataConfig) -> str:
