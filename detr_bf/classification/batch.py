@@ -40,12 +40,8 @@ class ClassTargets:
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> ClassTargets:
         """Apply a function to all tensors."""
-        return replace(
-            self,
-            labels=function(self.labels),
-            soft_labels=None if self.soft_labels is None else function(self.soft_labels),
-            patch_labels=None if self.patch_labels is None else function(self.patch_labels),
-        )
+        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **{name: function(value) for name, value in tensors.items()})
 
     def check(self, num_classes: int) -> None:
         """Raise InputError for a label outside 0 to ``num_classes`` - 1."""
@@ -97,18 +93,12 @@ class LabelledImages:
         targets, labels = self.targets, self.targets.labels
         if labels.device.type == "cpu" and len(labels):
             targets = replace(targets, label_range=(int(labels.min()), int(labels.max())))
-        return LabelledImages(
-            self.images.to(device, non_blocking=non_blocking),
-            targets.mapped(lambda value: value.to(device, non_blocking=non_blocking)),
-            self.indices,
-            self.replaced,
-        )
+        targets = targets.mapped(lambda value: value.to(device, non_blocking=non_blocking))
+        return replace(self, images=self.images.to(device, non_blocking=non_blocking), targets=targets)
 
     def pin_memory(self) -> LabelledImages:
         """Called by the DataLoader."""
-        return LabelledImages(
-            self.images.pin_memory(), self.targets.mapped(Tensor.pin_memory), self.indices, self.replaced
-        )
+        return replace(self, images=self.images.pin_memory(), targets=self.targets.mapped(Tensor.pin_memory))
 
     def to_dict(self) -> dict[str, Any]:
         """Return tensors and plain values, for a capture of the step."""

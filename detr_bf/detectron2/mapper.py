@@ -241,7 +241,7 @@ def _outlines(segmentation: object, change: Change) -> list[np.ndarray]:
     return [change.transforms.apply_coords(points).reshape(-1) for points in corners]
 
 
-def _pixels(segmentation: object, change: Change) -> Tensor:
+def _pixels(segmentation: Any, change: Change) -> Tensor:
     """Convert polygons, run lengths (compressed or not) or an array to a mask (h, w) bool of the changed image."""
     if not isinstance(segmentation, dict | np.ndarray):
         return drawn([_outlines(segmentation, change)], change.after)[0]

@@ -19,8 +19,6 @@ from detr_bf.classification.augmentation import (
     TrainTransform,
     centre,
     cutout,
-    picture_of,
-    pixels_of,
     seeded,
     shifted,
 )
@@ -211,12 +209,6 @@ def test_resizing_is_pillows() -> None:
     picture = Image.fromarray(pixels.permute(1, 2, 0).numpy()).resize((8, 16), Image.Resampling.BILINEAR)
     assert torch.equal(resized.permute(1, 2, 0), torch.from_numpy(np.array(picture)))
     assert Resize((9, 12), "bicubic")(pixels) is pixels
-
-
-@pytest.mark.parametrize("channels", [1, 3])
-def test_pictures_and_pixels_are_inverse(channels: int) -> None:
-    pixels = noise(channels, 4, 7)
-    assert torch.equal(pixels_of(picture_of(pixels)), pixels)
 
 
 def eval_transform(size: tuple[int, int], share: float, keep_ratio: bool) -> EvalTransform:
