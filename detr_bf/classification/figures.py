@@ -46,8 +46,7 @@ def save_confusion(path: str | Path, result: ClassificationResult) -> None:
         )
     images = np.array([known.images for known in result.per_class.values()])
     shares = np.array(result.confusion, dtype=np.float64) / np.maximum(images, 1)[:, None]
-    figure = draw_confusion(shares, list(result.per_class), "Confusion (% of the images of a class)")
-    save_figure(path, figure)
+    save_figure(path, draw_confusion(shares, list(result.per_class), "Confusion (% of the images of a class)"))
 
 
 def save_class_accuracies(path: str | Path, result: ClassificationResult) -> None:

@@ -234,10 +234,10 @@ class ClassificationEvaluator:
         """Return the label (B,) of each image: the one of its labels that has the highest logit."""
         if not self.label_sets:
             return batch.targets.labels
-        own = torch.zeros(logits.shape, dtype=torch.bool)
+        right = torch.zeros(logits.shape, dtype=torch.bool)
         for row, index in enumerate(batch.indices.tolist()):
-            own[row, list(self.label_sets[index])] = True
-        return logits.masked_fill(~own.to(logits.device), -torch.inf).argmax(1)
+            right[row, list(self.label_sets[index])] = True
+        return logits.masked_fill(~right.to(logits.device), -torch.inf).argmax(1)
 
     def merge(self, other: ClassificationEvaluator) -> None:
         """Add the images of ``other``; images present in both keep their present row.

@@ -141,12 +141,7 @@ def _cifar_resnet(name: str, num_classes: int, options: Mapping[str, Any]) -> nn
 def check_shapes(network: nn.Module, name: str, *, image_size: int, num_classes: int) -> None:
     """Run two images through a network without plug-ins in evaluation mode, to find shape errors early.
 
-    The network is left in training mode.
-
-    Args:
-        name: the setting ``model.name``.
-        image_size: in pixels, ``data.transforms.size``.
-        num_classes: 0 for a network without a classifier, whose outputs may have any shape.
+    The network is left in training mode. With ``num_classes`` 0, without a classifier, its outputs may have any shape.
 
     Raises:
         InputError: the network does not accept RGB images of this size, or does not return ``num_classes`` logits each.
@@ -191,8 +186,8 @@ def _check_patches(network: nn.Module, image_size: int) -> None:
     embed = getattr(network, "patch_embed", None)
     if not isinstance(embed, PatchEmbed) or embed.dynamic_img_pad:
         return
-    if any(image_size % side for side in embed.patch_size):
-        height, width = embed.patch_size
+    height, width = embed.patch_size
+    if image_size % height or image_size % width:
         raise InputError(
             f"data.transforms.size={image_size} is not a multiple of the model's patches of {height} x {width} pixels: "
             f"give {max(1, image_size // height) * height} for instance, or another model.options.patch_size"

@@ -128,12 +128,7 @@ class Plan:
 
 
 def make_plan(config: DetectionConfig, machine: Machine, recipe: DetectionConfig | None = None) -> Plan:
-    """Plan a run.
-
-    Args:
-        config: settings of the run.
-        machine: GPUs and data of the run.
-        recipe: the published settings that ``config`` is based on, if any.
+    """Plan a run; ``recipe`` are the published settings that ``config`` is based on, if any.
 
     Raises:
         InputError: no detector can be built from the settings, or the GPU does not support the precision.

@@ -338,14 +338,9 @@ class FusedAttention(TorchFunctionMode):
 def fused_attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0
 ) -> Tensor:
-    """Run the memory-efficient kernel.
+    """Run the memory-efficient kernel: query (R, H, Q, D), key and value (R, H, S, D).
 
-    Args:
-        query: (R, H, Q, D).
-        key: (R, H, S, D).
-        value: (R, H, S, D).
-        attn_mask: bool or a float bias, broadcastable to (R, H, Q, S).
-        dropout_p: dropout probability of the weights.
+    ``attn_mask`` is bool or a float bias, broadcastable to (R, H, Q, S).
     """
     bias = attn_mask
     if bias is not None:
