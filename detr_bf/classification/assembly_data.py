@@ -8,10 +8,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset
 
 from detr_bf.assembly.training import choose_grey_bits, epoch_batches, precision_of
-from detr_bf.classification.augmentation import BatchMix, EvalTransform, Mix, MixedBatch, TrainTransform, WithKeys
+from detr_bf.classification.augmentation import BatchMix, EvalTransform, Mix, TrainTransform, collate_mixed
 from detr_bf.classification.batch import LabelledImages
 from detr_bf.classification.checks import examine_images
 from detr_bf.classification.config import ClassifierConfig, ImageTransformConfig
@@ -142,9 +141,13 @@ def train_batches(config: ImageConfig, splits: ImageSplits, device: torch.device
     """Return (epoch, first batch) -> training batches of this rank from there on, and the batches per epoch."""
     batches = epoch_batches(config, len(splits.train), repeated_augment=config.data.repeats)
     mix = build_mix(config, splits.class_map.num_classes)
-    data: Dataset[Any] = splits.train if mix is None else WithKeys(splits.train)
-    collate: Any = LabelledImages.collate if mix is None else MixedBatch(mix, config.seed)
-    load = partial(make_loader, data, collate=collate, workers=config.data.workers, pin_memory=device.type == "cuda")
+    load = partial(
+        make_loader,
+        splits.train,
+        collate=LabelledImages.collate if mix is None else partial(collate_mixed, mix),
+        workers=config.data.workers,
+        pin_memory=device.type == "cuda",
+    )
     return lambda epoch, start: iter(load(batches(epoch=epoch, start_batch=start))), len(batches(epoch=0))
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 from typing import Protocol
 
@@ -27,17 +27,16 @@ from timm.data.auto_augment import (
 from timm.data.mixup import Mixup, mixup_target
 from timm.data.random_erasing import RandomErasing
 from torch import Tensor
-from torch.utils.data import Dataset
 from torchvision.transforms import AutoAugment, AutoAugmentPolicy, ColorJitter
 from torchvision.transforms.functional import pil_to_tensor, to_pil_image
 
 from detr_bf.classification.batch import LabelledImage, LabelledImages
 from detr_bf.common.errors import InputError
-from detr_bf.data.batches import SampleKey, derive_seed
+from detr_bf.data.batches import derive_seed
 
 Picture = Callable[[Image.Image], Image.Image]
 Mix = Callable[[LabelledImages, int], LabelledImages]  # (batch, seed) -> mixed batch
-KeyedSample = tuple[SampleKey, LabelledImage]
+
 SHIFT_SHARE = 0.45  # largest shift of an automatic policy / the shorter side of the image, as in timm's recipes
 _MIXING = 1  # separates the seed of a batch from that of its first image
 
@@ -310,24 +309,6 @@ class BatchMix:
         return replace(batch, images=images, targets=replace(batch.targets, soft_labels=shares))
 
 
-class WithKeys(Dataset[KeyedSample]):
-    """Data set that returns each sample with its key, for :class:`MixedBatch`."""
-
-    def __init__(self, dataset: Dataset[LabelledImage]) -> None:
-        self.dataset = dataset
-
-    def __getitem__(self, key: SampleKey) -> KeyedSample:
-        return key, self.dataset[key]
-
-
-@dataclass(frozen=True)
-class MixedBatch:
-    """Collate function that mixes the batch; it depends only on the images, ``seed`` and the key of the first image."""
-
-    mix: Mix
-    seed: int
-
-    def __call__(self, samples: list[KeyedSample]) -> LabelledImages:
-        batch = LabelledImages.collate([sample for _, sample in samples])
-        first = samples[0][0]
-        return self.mix(batch, derive_seed(first.sample_seed(self.seed), _MIXING))
+def collate_mixed(mix: Mix, samples: list[LabelledImage]) -> LabelledImages:
+    """Stack images and mix the batch; the mixing depends only on the images and the seed of the first one."""
+    return mix(LabelledImages.collate(samples), derive_seed(samples[0].seed, _MIXING))

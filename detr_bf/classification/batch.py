@@ -26,6 +26,7 @@ class LabelledImage:
     index: int  # in the data set
     epoch: int = 0
     replaced: str = ""  # error of the unreadable image that this one replaces
+    seed: int = 0  # of its augmentation
 
 
 @dataclass(frozen=True)

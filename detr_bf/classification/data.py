@@ -250,8 +250,8 @@ class LabelledImageSet(Dataset[LabelledImage]):
         index, pixels, replaced = read_or_replace(
             self.images.read, key, len(self), seed=self.seed, replace=self.replace_unreadable
         )
-        image = self.transform(pixels, key.sample_seed(self.seed))
-        return LabelledImage(image, self.labels[index], index, key.epoch, replaced)
+        seed = key.sample_seed(self.seed)
+        return LabelledImage(self.transform(pixels, seed), self.labels[index], index, key.epoch, replaced, seed)
 
     def fingerprint(self) -> dict[str, Any]:
         """Return ``sha256`` of class names, labels and file names, and the numbers ``images`` and ``objects``.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,11 +14,11 @@ from PIL import Image
 from detr_bf.classification.augmentation import (
     BatchMix,
     EvalTransform,
-    MixedBatch,
     Normalize,
     Resize,
     TrainTransform,
     centre,
+    collate_mixed,
     cutout,
     seeded,
     shifted,
@@ -343,7 +344,8 @@ def test_a_collated_batch_is_mixed_by_the_key_of_its_first_image() -> None:
         ([(0, 0, 1), (0, 1, 0)], 1),
         ([(0, 0, 0), (0, 1, 0)], 2),
     ]:
-        made = MixedBatch(note, seed)([(SampleKey(*key), samples[key[1]]) for key in keys])
+        keyed = [replace(samples[key[1]], seed=SampleKey(*key).sample_seed(seed)) for key in keys]
+        made = collate_mixed(note, keyed)
         assert made.indices.tolist() == [key[1] for key in keys]
     assert seeds[0] == seeds[1]
     assert len(set(seeds)) == 4
