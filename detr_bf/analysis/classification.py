@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from matplotlib.figure import Figure
 
@@ -55,23 +55,16 @@ __all__ = [
 ]
 
 
-class AnalysisResult(Protocol):
-    """Result of an analysis."""
-
-    def rows(self) -> list[dict[str, object]]:
-        """Return a table, the same columns in every row."""
-
-
 @dataclass(frozen=True)
 class Analysis:
     """One analysis."""
 
-    measure: Callable[..., AnalysisResult]  # (model, batches, settings)
+    measure: Callable[..., Any]  # (model, batches, settings) -> result; its rows() are a table with equal columns
     draw: Callable[[Mapping[str, Any]], Figure]  # results by the name of their run
     images: int  # default number of images; 0: none are needed
     settings: tuple[str, ...] = ()  # fields of a subject that ``measure`` takes too
 
-    def run(self, subject: Subject) -> AnalysisResult:
+    def run(self, subject: Subject) -> Any:
         """Return the result for a model."""
         batches = [subject.batches] if self.images else []
         return self.measure(subject.model, *batches, **{name: getattr(subject, name) for name in self.settings})

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import chain
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -69,14 +68,6 @@ def _numpy_seeded(seed: int) -> Iterator[None]:
         np.random.set_state(state)
 
 
-class ImageTransform(Protocol):
-    """Function from pixels and a seed to a normalised image; see the module docstring."""
-
-    fixed: Resize | None  # its first operation, if that is the same for every seed
-
-    def __call__(self, pixels: Tensor, seed: int) -> Tensor: ...
-
-
 class Resize:
     """Resize to ``size`` (height, width), ignoring the aspect ratio."""
 
@@ -128,7 +119,7 @@ class TrainTransform:
         mean: Sequence[float],
         std: Sequence[float],
     ) -> None:
-        self.fixed = None if crop == "resized" else Resize(size, interpolation)
+        self.fixed = None if crop == "resized" else Resize(size, interpolation)  # the same for every seed
         self.padding = padding if crop == "padded" else 0
         self.horizontal_flip = horizontal_flip
         self.crop: Picture | None = None
@@ -206,6 +197,9 @@ class EvalTransform:
             factor = max(self.full[0] / height, self.full[1] / width)
             resize = Resize((round(height * factor), round(width * factor)), self.interpolation)
         return self.normalize(centre(resize(pixels), self.size))
+
+
+ImageTransform = TrainTransform | EvalTransform
 
 
 class Normalize:

@@ -41,8 +41,8 @@ class ClassTargets:
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> ClassTargets:
         """Apply a function to all tensors."""
-        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
-        return replace(self, **{name: function(value) for name, value in tensors.items()})
+        mapped: Any = {name: function(value) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **mapped)
 
     def check(self, num_classes: int) -> None:
         """Raise InputError for a label outside 0 to ``num_classes`` - 1."""

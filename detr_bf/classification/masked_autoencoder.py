@@ -45,17 +45,13 @@ class Reconstructed:
         return (error * self.masked).sum(1) / self.masked.sum(1)
 
 
-class MaskedCriterion:
-    """Mean reconstruction loss over the images, which is the mean of the streams' losses."""
-
-    def __call__(self, outputs: Reconstructed, targets: object = None) -> LossReport:
-        """Return the loss; ``targets`` is unused, because the image is the target."""
-        streams = outputs.loss_per_image.unflatten(0, (outputs.num_streams, -1)).mean(1)
-        logged = {}
-        if outputs.num_streams > 1:
-            named = zip(STREAM_NAMES, streams.detach(), strict=True)
-            logged = {f"stream/{name}": loss for name, loss in named}
-        return LossReport({"loss_reconstruction": streams.mean()}, {"loss_reconstruction": 1.0}, logged)
+def reconstruction_loss(outputs: Reconstructed, targets: object = None) -> LossReport:
+    """Return the mean over the images, which is that of the streams; the image is the target, ``targets`` is unused."""
+    streams = outputs.loss_per_image.unflatten(0, (outputs.num_streams, -1)).mean(1)
+    logged = {}
+    if outputs.num_streams > 1:
+        logged = {f"stream/{name}": loss for name, loss in zip(STREAM_NAMES, streams.detach(), strict=True)}
+    return LossReport({"loss_reconstruction": streams.mean()}, {"loss_reconstruction": 1.0}, logged)
 
 
 def into_patches(images: Tensor, size: tuple[int, int]) -> Tensor:

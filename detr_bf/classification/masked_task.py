@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from detr_bf.classification.assembly import build_masked_autoencoder
 from detr_bf.classification.assembly_data import ImageSplits, val_loop
-from detr_bf.classification.masked_autoencoder import MaskedAutoencoder, MaskedCriterion
+from detr_bf.classification.masked_autoencoder import MaskedAutoencoder, reconstruction_loss
 from detr_bf.classification.masked_config import MaskedConfig
 from detr_bf.classification.metrics import ReconstructionEvaluator
 from detr_bf.classification.network import ENCODER
@@ -58,7 +58,7 @@ class MaskedTask(ImageTask[MaskedConfig]):
             logger.info(load_fitting(model, weights, self.config.init_from))
 
     def build_criterion(self, model: nn.Module, class_counts: Sequence[int] | None = None) -> Criterion:
-        return MaskedCriterion()
+        return reconstruction_loss
 
     def build_evaluation(self, class_map: ClassMap, folder: RunFolder, data: ImageSplits | None = None) -> Evaluate:
         loop = val_loop(self.config, data or self.load_data(), device_of(self.config.device))
