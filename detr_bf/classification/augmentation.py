@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
 
@@ -47,25 +47,18 @@ def seeded(seed: int, *, numpy: bool = True) -> Iterator[None]:
     Args:
         numpy: seed NumPy's generator too; saving its state is much slower than that of the others.
     """
-    python = random.getstate()
+    python, array = random.getstate(), np.random.get_state() if numpy else None
     try:
         random.seed(seed)
-        # not torch.manual_seed, which would also seed the generators of every accelerator
-        with _numpy_seeded(seed) if numpy else nullcontext(), torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(seed)
+        if numpy:
+            np.random.seed([seed & 0xFFFFFFFF, seed >> 32])
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed)  # torch.manual_seed would also seed every accelerator
             yield
     finally:
         random.setstate(python)
-
-
-@contextmanager
-def _numpy_seeded(seed: int) -> Iterator[None]:
-    state = np.random.get_state()
-    try:
-        np.random.seed([seed & 0xFFFFFFFF, seed >> 32])
-        yield
-    finally:
-        np.random.set_state(state)
+        if array is not None:
+            np.random.set_state(array)
 
 
 class Resize:

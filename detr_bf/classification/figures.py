@@ -58,7 +58,7 @@ def save_class_accuracies(path: str | Path, result: ClassificationResult) -> Non
     check_suffix(path, "accuracies of classes are")
     names = [plain(shortened(name), f"#{index}") for index, name in enumerate(result.per_class)]
     pairs = sorted(zip(names, result.per_class.values(), strict=True), key=lambda pair: -pair[1].train_images)
-    names, classes = [name for name, _ in pairs], [known for _, known in pairs]
+    names, classes = [name for name, _ in pairs], [of_class for _, of_class in pairs]
     figure = Figure(figsize=(13, 5.2), layout="constrained", facecolor="white")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(1, 2.2))
     _plot_training_images(above, classes)

@@ -65,8 +65,11 @@ def build_network(
         build = partial(_cifar_resnet, name, num_classes, chosen)
     else:
         _check_timm(name, chosen, image_size)
-        chosen = {"channels": NARROW, **chosen} if experts > 1 else chosen
-        build = partial(_of_timm, name, num_classes, image_size, pretrained, dropout, drop_path, chosen)
+        size = image_size if timm.models.get_pretrained_cfg_value(name, "fixed_input_size") else 0
+        channels = NARROW if experts > 1 else ()
+        optional = {"drop_rate": dropout, "drop_path_rate": drop_path, "img_size": size, "channels": channels}
+        given = {"num_classes": num_classes, **{key: value for key, value in optional.items() if value}, **chosen}
+        build = partial(_of_timm, name, pretrained, given)
     if experts > 1:
         with prefix_errors(f"model.experts={experts} needs a ResNet of timm or of CIFAR with these settings"):
             network: nn.Module = ExpertResNet([build() for _ in range(experts)], num_classes)
@@ -76,18 +79,7 @@ def build_network(
     return network
 
 
-def _of_timm(
-    name: str,
-    num_classes: int,
-    image_size: int,
-    pretrained: bool,
-    dropout: float,
-    drop_path: float,
-    options: Mapping[str, Any],
-) -> nn.Module:
-    size = image_size if timm.models.get_pretrained_cfg_value(name, "fixed_input_size") else 0
-    optional = {"drop_rate": dropout, "drop_path_rate": drop_path, "img_size": size}
-    given = {"num_classes": num_classes, **{key: value for key, value in optional.items() if value}, **options}
+def _of_timm(name: str, pretrained: bool, given: Mapping[str, Any]) -> nn.Module:
     if pretrained:
         config = timm.get_pretrained_cfg(name)
         if config is None or not config.has_weights:

@@ -21,7 +21,7 @@ from detr_bf.planning.machine import (
     published_share,
     usual_size,
 )
-from detr_bf.planning.plan import ALLOWANCE, CONTEXT, Plan, Rates, Suggestion, Time
+from detr_bf.planning.plan import ALLOWANCE, CONTEXT, Plan, Rates, Time
 from detr_bf.planning.trace import OBJECTS, kernels_assumed
 
 CLOSE = 0.9  # share of a GPU's memory above which a plan barely fits
@@ -84,18 +84,14 @@ def _helps(plan: Plan) -> Iterator[str]:
     yield "  changes that help, each on top of those above:"
     for step in plan.helps:
         verdict = "fits" if step.fits else "does not fit"
-        yield f"    {step.settings}: {_gb(step.needed)}, {verdict}{_shorter_span(step, plan)}"
+        if step.sequence and plan.sequence and step.sequence != plan.sequence:
+            verdict += (
+                f"; batch attention then spans {step.sequence.used} images instead of {plan.sequence.used}, each "
+                "accumulated batch separately"
+            )
+        yield f"    {step.settings}: {_gb(step.needed)}, {verdict}"
     if not plan.helps[-1].fits:
         yield "    beyond that: smaller images (data.transforms) or a smaller model"
-
-
-def _shorter_span(step: Suggestion, plan: Plan) -> str:
-    """Return the effect of a smaller batch on batch attention."""
-    if step.sequence is None or step.sequence == plan.sequence:
-        return ""
-    now, before = step.sequence, plan.sequence
-    assert before is not None, "the changes do not switch batch attention on"
-    return f"; batch attention then spans {now.used} images instead of {before.used}, each accumulated batch separately"
 
 
 def _time(plan: Plan, machine: Machine) -> Iterator[str]:
