@@ -103,7 +103,8 @@ def _check_probe(config: ClassifierConfig) -> None:
 def make_linear_probe(network: nn.Module, num_classes: int) -> None:
     """Freeze a timm network in evaluation mode, except for a new head: batch norm without parameters, then linear.
 
-    The head of MAE's linear probing (He et al. 2022, arXiv 2111.06377, appendix A.1).
+    The head of MAE's linear probing (He et al. 2022, arXiv 2111.06377, appendix A.1). InputError if the network has no
+    linear layer called ``head``.
     """
     head: Any = getattr(network, "head", None)
     if not isinstance(head, nn.Linear):
@@ -119,7 +120,10 @@ def make_linear_probe(network: nn.Module, num_classes: int) -> None:
 
 
 def freeze_trunk(network: nn.Module) -> None:
-    """Freeze a network in evaluation mode, except for its linear classifiers and the plug-ins it gets later."""
+    """Freeze a network in evaluation mode, except for its linear classifiers and the plug-ins it gets later.
+
+    InputError if it has no linear classifier.
+    """
     with prefix_errors("model.frozen=true"):
         heads = classifiers_of(network)
     network.requires_grad_(False)

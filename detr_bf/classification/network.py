@@ -187,7 +187,10 @@ def _check_patches(network: nn.Module, image_size: int) -> None:
 
 
 def _outputs(network: nn.Module, rows: int, image_size: int) -> Any:
-    """Return the outputs on meta tensors, or on zeros if an operator needs values; None if neither is possible."""
+    """Return the outputs on meta tensors, or on zeros if an operator needs values; None if neither is possible.
+
+    InputError if the forward pass fails.
+    """
     try:
         return _meta_outputs(network, rows, image_size)
     except _MISFIT as error:

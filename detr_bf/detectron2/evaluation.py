@@ -107,8 +107,9 @@ class ThingEvaluator(COCOEvaluator):
         for output in outputs:
             instances = output["instances"].to("cpu")
             indices = self._thing_index[instances.pred_classes]
-            things.append({"instances": instances[indices >= 0]})
-            things[-1]["instances"].pred_classes = indices[indices >= 0]
+            instances = instances[indices >= 0]
+            instances.pred_classes = indices[indices >= 0]
+            things.append({"instances": instances})
         super().process(inputs, things)
 
 

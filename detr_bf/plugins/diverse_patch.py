@@ -149,11 +149,13 @@ class DiversePatchLoss(Plugin):
 
     name = "diverse_patch"
 
-    def __init__(self, dim: int, num_classes: int, *, prefix_tokens: int, **weights: float) -> None:
+    def __init__(
+        self, dim: int, num_classes: int, *, cosine: float, contrastive: float, mixing: float, prefix_tokens: int = 0
+    ) -> None:
         super().__init__()
         self.num_classes = num_classes
-        self.weights = weights
-        self.patch_head = nn.Linear(dim, num_classes) if weights["mixing"] else None
+        self.weights = {"cosine": cosine, "contrastive": contrastive, "mixing": mixing}
+        self.patch_head = nn.Linear(dim, num_classes) if mixing else None
         self.prefix_tokens = prefix_tokens
 
     def keep(self, name: str, module: nn.Module, args: Any, output: Tensor) -> None:
@@ -231,9 +233,14 @@ def add_diverse_patch(
             "(plugins.diverse_patch.contrastive=0)"
         )
     _check_several(math.prod(host.layers[-1].output_resolution if swin else host.patch_embed.grid_size))
-    weights = {"cosine": cosine, "contrastive": contrastive, "mixing": mixing}
-    prefix_tokens = 0 if swin else host.num_prefix_tokens
-    plugin = DiversePatchLoss(host.num_features, num_classes, prefix_tokens=prefix_tokens, **weights)
+    plugin = DiversePatchLoss(
+        host.num_features,
+        num_classes,
+        cosine=cosine,
+        contrastive=contrastive,
+        mixing=mixing,
+        prefix_tokens=0 if swin else host.num_prefix_tokens,
+    )
     sources = {"first": host.patch_embed, "last": host.norm}
     plugin.join(host, (part.register_forward_hook(partial(plugin.keep, name)) for name, part in sources.items()))
     return plugin

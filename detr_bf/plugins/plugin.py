@@ -140,7 +140,8 @@ def parts_of_blocks(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
         blocks = list(model.layers)
     else:
         raise refused(model, "VisionTransformer (ViT, DeiT), PoolingVisionTransformer or MlpMixer", "Encoder")
-    parts = [part for block in blocks for part in [getattr(block, x) for x in names if hasattr(block, x)][:1]]
+    found = [next((getattr(block, name) for name in names if hasattr(block, name)), None) for block in blocks]
+    parts = [part for part in found if part is not None]
     if len(parts) < len(blocks):
         raise InputError(
             f"{type(model).__name__}: its blocks ({type(blocks[0]).__name__}) have none of {', '.join(names)}; "
