@@ -30,7 +30,7 @@ from detr_bf.common.errors import InputError
 from detr_bf.common.structures import ClassMap
 from detr_bf.data.batches import SameSizeBatches
 from detr_bf.data.checks.annotations import Report
-from detr_bf.data.loader import make_loader
+from detr_bf.data.loader import BatchLoader, make_loader
 from detr_bf.engine import EvaluationLoop
 from detr_bf.plugins import mixing_patch_size, patch_cutmix
 
@@ -141,14 +141,16 @@ def train_batches(config: ImageConfig, splits: ImageSplits, device: torch.device
     """Return (epoch, first batch) -> training batches of this rank from there on, and the batches per epoch."""
     batches = epoch_batches(config, len(splits.train), repeated_augment=config.data.repeats)
     mix = build_mix(config, splits.class_map.num_classes)
-    load = partial(
-        make_loader,
-        splits.train,
-        collate=LabelledImages.collate if mix is None else partial(collate_mixed, mix),
-        workers=config.data.workers,
-        pin_memory=device.type == "cuda",
-    )
+    collate = LabelledImages.collate if mix is None else partial(collate_mixed, mix)
+    load = _loader(config, splits.train, collate, device)
     return lambda epoch, start: iter(load(batches(epoch=epoch, start_batch=start))), len(batches(epoch=0))
+
+
+def _loader(
+    config: ImageConfig, data: LabelledImageSet, collate: Callable[..., LabelledImages], device: torch.device
+) -> Callable[..., BatchLoader[LabelledImages]]:
+    workers, pin_memory = config.data.workers, device.type == "cuda"
+    return partial(make_loader, data, collate=collate, workers=workers, pin_memory=pin_memory)
 
 
 def val_loop(config: ImageConfig, splits: ImageSplits, device: torch.device) -> EvaluationLoop:
@@ -160,13 +162,7 @@ def val_loop(config: ImageConfig, splits: ImageSplits, device: torch.device) -> 
         rank=distributed.rank(),
         world_size=distributed.world_size(),
     )
-    load = partial(
-        make_loader,
-        splits.val,
-        collate=LabelledImages.collate,
-        workers=config.data.workers,
-        pin_memory=device.type == "cuda",
-    )
+    load = _loader(config, splits.val, LabelledImages.collate, device)
     return EvaluationLoop(
         make_batches=lambda start: iter(load(batches(start_batch=start))),
         num_batches=len(batches()),
