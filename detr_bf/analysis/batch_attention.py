@@ -16,8 +16,8 @@ from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 from torch import Tensor, nn
 
-from detr_bf.analysis.inspected import InspectedRun, Level, ShownBatch
-from detr_bf.batchformer.inspection import LayerAttention, Recording, attending, batch_former_of, recorded
+from detr_bf.analysis.inspected import InspectedRun, Level, ShownBatch, level_numbered
+from detr_bf.batchformer.inspection import attending, batch_former_of, recorded
 from detr_bf.common.errors import InputError
 from detr_bf.common.text import listed, printable
 from detr_bf.report.figures import INK, VERMILION, picture_grid
@@ -124,14 +124,19 @@ def attention_at(
             "weights of attention between images to draw; detr-bf analyze feature-maps shows both streams of any mixer"
         )
     levels = subject.levels(recording.insertions[0].before, batch)
-    mapped = _chosen_layer(recording, layer, level, levels)
+    first_of_mixers = {each.insertion: each for each in reversed(recording.attention)}
+    insertion = recording.attention[0].insertion if layer is None else layer
+    if insertion not in first_of_mixers:
+        places = listed(sorted(first_of_mixers))
+        raise InputError(f"--layer {layer}: batch attention is at the layers {places}, counted from 0")
+    mapped = first_of_mixers[insertion]
+    start, height, width = level_numbered(levels, level)
     point = _point_in_batch(place, batch)
     weights = {
         (each.insertion, each.depth, number): each.weights[position_of(point, batch.size, own)][:, 0].cpu().numpy()
         for each in recording.attention
         for number, own in enumerate(levels)
     }
-    start, height, width = levels[level]
     received = received_attention(mapped.weights[start : start + height * width]).unflatten(1, (height, width))
     return PlaceAttention(batch, point, weights, received.cpu().numpy())
 
@@ -151,16 +156,6 @@ def position_of(point: tuple[float, float], size: tuple[int, int], level: Level)
     column = min(level.width - 1, int(point[0] / size[1] * level.width))
     row = min(level.height - 1, int(point[1] / size[0] * level.height))
     return level.start + row * level.width + column
-
-
-def _chosen_layer(recording: Recording, layer: int | None, level: int, levels: Sequence[Level]) -> LayerAttention:
-    found = {each.insertion: each for each in reversed(recording.attention)}  # the first layer of each mixer
-    chosen = recording.attention[0].insertion if layer is None else layer
-    if chosen not in found:
-        raise InputError(f"--layer {layer}: batch attention is at the layers {listed(sorted(found))}, counted from 0")
-    if not 0 <= level < len(levels):
-        raise InputError(f"--level {level}: the model has the levels 0 to {len(levels) - 1}, 0 is the finest")
-    return found[chosen]
 
 
 def _point_in_batch(place: Place, batch: ShownBatch) -> tuple[float, float]:

@@ -1,12 +1,15 @@
 """Analyses with one value per block of a vision transformer: attention, similarity of patches, learned scales.
 
+Analyses of attention raise InputError for a model that is not a timm ViT with ordinary attention. All analyses of
+images raise it if there are no images.
+
 Shape legend: R images, H heads, S tokens with the class token, P patches, D channels of a head, C channels of a token.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -19,7 +22,6 @@ from timm.models.resnet import ResNet
 from timm.models.swin_transformer import SwinTransformer
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from detr_bf.analysis.subject import evaluating, hooked, moved
 from detr_bf.classification.batch import LabelledImages
@@ -90,36 +92,49 @@ def draw_layers(
     return figure
 
 
+draw_attention_entropy = partial(draw_layers, title="Entropy of attention", ylabel="entropy, nats")
+draw_class_token_entropy = partial(draw_layers, title="Entropy of the class token's attention", ylabel="entropy, nats")
+draw_attention_distance = partial(
+    draw_layers, title="Relative distance of attention", ylabel="distance, sides of the image"
+)
+draw_patch_similarity = partial(
+    draw_layers,
+    title="Similarity of patches",
+    ylabel="mean |cosine| of pairs",
+    xlabel="block of a ViT, stage of Swin and ResNet, counted from 0",
+)
+
+
 @torch.no_grad()
 def measure_attention(model: nn.Module, batches: Iterable[LabelledImages], measure: Measure) -> list[list[Tensor]]:
     """Apply ``measure`` to the attention weights of every block: [block][batch], on the CPU.
 
     The weights are computed from the queries and keys after their norms, because fused kernels do not return them; they
     are those before dropout.
-
-    Raises:
-        InputError: the model is not a timm ViT with ordinary attention, or there are no images.
     """
     layers = attention_layers(model)
     patch_embed: Any = require_vit(model).patch_embed
     found: list[list[Tensor]] = [[] for _ in layers]
+    queries: dict[int, Tensor] = {}
     for batch in moved(batches, model):
         grid = patch_embed.dynamic_feat_size(batch.images.shape[-2:])
 
-        def look(layer: int, attention: Tensor, grid: tuple[int, int] = grid) -> None:
-            found[layer].append(measure(attention, grid).cpu())
+        def keep(layer: int, norm: nn.Module, args: Any, output: Tensor) -> None:
+            queries[layer] = output  # (R, H, S, D)
 
-        with evaluating(model), hooked(_hooks(layers, look)):
+        def finish(layer: int, norm: nn.Module, args: Any, keys: Tensor, grid: tuple[int, int] = grid) -> None:
+            logits = queries.pop(layer) * layers[layer].scale @ keys.transpose(-2, -1)
+            found[layer].append(measure(logits.softmax(-1), grid).cpu())
+
+        hooks = [layer.q_norm.register_forward_hook(partial(keep, number)) for number, layer in enumerate(layers)]
+        hooks += [layer.k_norm.register_forward_hook(partial(finish, number)) for number, layer in enumerate(layers)]
+        with evaluating(model), hooked(hooks):
             model(batch.images)
     return found
 
 
 def attention_layers(model: nn.Module) -> list[Attention]:
-    """Return the attention module of every block.
-
-    Raises:
-        InputError: the model is not a timm ViT, or has another kind of attention.
-    """
+    """Return the attention module of every block; InputError for another model or another kind of attention."""
     layers = [getattr(block, "attn", None) for block in require_vit(model).blocks]
     others = sorted({type(layer).__name__ for layer in layers if not isinstance(layer, Attention)})
     if others or not layers:
@@ -131,29 +146,11 @@ def attention_layers(model: nn.Module) -> list[Attention]:
     return cast("list[Attention]", layers)
 
 
-def _hooks(layers: list[Attention], look: Callable[[int, Tensor], None]) -> Iterator[RemovableHandle]:
-    queries: dict[int, Tensor] = {}
-
-    def keep(layer: int, norm: nn.Module, args: Any, output: Tensor) -> None:
-        queries[layer] = output  # (R, H, S, D)
-
-    def finish(layer: int, norm: nn.Module, args: Any, keys: Tensor) -> None:
-        logits = queries.pop(layer) * layers[layer].scale @ keys.transpose(-2, -1)
-        look(layer, logits.softmax(-1))
-
-    for number, layer in enumerate(layers):
-        yield layer.q_norm.register_forward_hook(partial(keep, number))
-        yield layer.k_norm.register_forward_hook(partial(finish, number))
-
-
 def attention_entropy(model: nn.Module, batches: Iterable[LabelledImages]) -> LayerCurve:
     """Measure the entropy of a timm ViT's attention (Hyeon-Woo et al., ICCV 2023, arXiv 2210.08457, figure 4).
 
     Mean and percentiles are over images, heads and query tokens. The class token is included as query and as key, so
     the bound is ln S.
-
-    Raises:
-        InputError: the model is not a timm ViT with ordinary attention, or there are no images.
     """
     return _entropy(model, batches, slice(None))
 
@@ -161,10 +158,8 @@ def attention_entropy(model: nn.Module, batches: Iterable[LabelledImages]) -> La
 def class_token_entropy(model: nn.Module, batches: Iterable[LabelledImages]) -> LayerCurve:
     """Measure the entropy of the class token's attention to all tokens (arXiv 2210.08457, figure 7a).
 
-    Mean and percentiles are over images and heads; the class token is also a key, so the bound is ln S.
-
-    Raises:
-        InputError: the model is not a timm ViT with ordinary attention, has no class token, or there are no images.
+    Mean and percentiles are over images and heads; the class token is also a key, so the bound is ln S. InputError if
+    the model has no class token.
     """
     if not require_vit(model).has_class_token:
         raise InputError(
@@ -186,16 +181,6 @@ def _entropy(model: nn.Module, batches: Iterable[LabelledImages], queries: slice
     return LayerCurve.of(values, bound=math.log(tokens))
 
 
-def draw_attention_entropy(runs: Mapping[str, LayerCurve]) -> Figure:
-    """Plot one line per run, and the bound."""
-    return draw_layers(runs, title="Entropy of attention", ylabel="entropy, nats")
-
-
-def draw_class_token_entropy(runs: Mapping[str, LayerCurve]) -> Figure:
-    """Plot one line per run, and the bound."""
-    return draw_layers(runs, title="Entropy of the class token's attention", ylabel="entropy, nats")
-
-
 def patch_distances(grid: tuple[int, int]) -> Tensor:
     """(P, P) float64: ``|row_i - row_j| / height + |column_i - column_j| / width`` of the patches of a grid."""
     axes = [torch.arange(side, dtype=torch.float64) / side for side in grid]
@@ -210,9 +195,6 @@ def attention_distance(model: nn.Module, batches: Iterable[LabelledImages]) -> L
     percentiles are over images, heads and patches i; the mean over all pairs is P - 1 times smaller. Class,
     distillation and register tokens have no position and are left out as queries and keys; attention to them counts as
     distance 0, because the weights a_ij are not normalised again.
-
-    Raises:
-        InputError: the model is not a timm ViT with ordinary attention, or there are no images.
     """
     prefix = require_vit(model).num_prefix_tokens
 
@@ -221,11 +203,6 @@ def attention_distance(model: nn.Module, batches: Iterable[LabelledImages]) -> L
         return (between_patches * patch_distances(grid).to(attention)).sum(-1)
 
     return LayerCurve.of(measure_attention(model, batches, measure))
-
-
-def draw_attention_distance(runs: Mapping[str, LayerCurve]) -> Figure:
-    """Plot one line per run."""
-    return draw_layers(runs, title="Relative distance of attention", ylabel="distance, sides of the image")
 
 
 @torch.no_grad()
@@ -268,12 +245,6 @@ def _patch_sources(model: nn.Module) -> tuple[list[nn.Module], Callable[[Tensor]
     raise refused(model, "VisionTransformer (ViT, DeiT), SwinTransformer or ResNet")
 
 
-def draw_patch_similarity(runs: Mapping[str, LayerCurve]) -> Figure:
-    """Plot one line per run."""
-    xlabel = "block of a ViT, stage of Swin and ResNet, counted from 0"
-    return draw_layers(runs, title="Similarity of patches", ylabel="mean |cosine| of pairs", xlabel=xlabel)
-
-
 @dataclass(frozen=True)
 class ScaleRatio:
     """Absolute values of the learned scales of one block, over the channels."""
@@ -305,8 +276,7 @@ class ScaleRatios:
 def scale_ratios(model: nn.Module) -> ScaleRatios:
     """Measure |scale| of Context Broadcasting (arXiv 2210.08457, figure 8): quantiles, their ratio, and the mean.
 
-    Raises:
-        InputError: the model has no scaled Context Broadcasting.
+    InputError if the model has no scaled Context Broadcasting.
     """
     plugins = [module for module in model.modules() if isinstance(module, ContextBroadcasting) and len(module.scales)]
     if not plugins:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from matplotlib.figure import Figure
 
@@ -55,44 +55,33 @@ __all__ = [
 ]
 
 
-class AnalysisResult(Protocol):
-    """Result of an analysis."""
-
-    def rows(self) -> list[dict[str, object]]:
-        """Return a table, the same columns in every row."""
-
-
 @dataclass(frozen=True)
 class Analysis:
     """One analysis."""
 
-    run: Callable[[Subject], AnalysisResult]
+    measure: Callable[..., Any]  # (model, batches, settings) -> result; its rows() are a table with equal columns
     draw: Callable[[Mapping[str, Any]], Figure]  # results by the name of their run
     images: int  # default number of images; 0: none are needed
+    settings: tuple[str, ...] = ()  # fields of a subject that ``measure`` takes too
+
+    def run(self, subject: Subject) -> Any:
+        """Return the result for a model."""
+        batches = [subject.batches] if self.images else []
+        return self.measure(subject.model, *batches, **{name: getattr(subject, name) for name in self.settings})
 
 
 ANALYSES: dict[str, Analysis] = {
-    "attention-entropy": Analysis(lambda s: attention_entropy(s.model, s.batches), draw_attention_entropy, 256),
-    "class-token-entropy": Analysis(lambda s: class_token_entropy(s.model, s.batches), draw_class_token_entropy, 256),
-    "attention-distance": Analysis(lambda s: attention_distance(s.model, s.batches), draw_attention_distance, 256),
-    "scale-ratios": Analysis(lambda s: scale_ratios(s.model), draw_scale_ratios, 0),
-    "patch-similarity": Analysis(lambda s: patch_similarity(s.model, s.batches), draw_patch_similarity, 256),
+    "attention-entropy": Analysis(attention_entropy, draw_attention_entropy, 256),
+    "class-token-entropy": Analysis(class_token_entropy, draw_class_token_entropy, 256),
+    "attention-distance": Analysis(attention_distance, draw_attention_distance, 256),
+    "scale-ratios": Analysis(scale_ratios, draw_scale_ratios, 0),
+    "patch-similarity": Analysis(patch_similarity, draw_patch_similarity, 256),
     "gradient-influence": Analysis(
-        lambda s: gradient_influence(
-            s.model, s.batches, class_names=s.class_names, class_counts=s.class_counts, loss=s.loss
-        ),
-        draw_gradient_influence,
-        256,
+        gradient_influence, draw_gradient_influence, 256, ("class_names", "class_counts", "loss")
     ),
-    "grad-cam": Analysis(
-        lambda s: grad_cam(s.model, s.batches, class_names=s.class_names, pixels=s.pixels), draw_grad_cam, 12
-    ),
-    "feature-maps": Analysis(
-        lambda s: feature_maps(s.model, s.batches, class_names=s.class_names, pixels=s.pixels), draw_feature_maps, 12
-    ),
-    "occlusion": Analysis(lambda s: occlusion(s.model, s.batches, pixels=s.pixels), draw_occlusion, 1000),
-    "missing-patches": Analysis(
-        lambda s: missing_patches(s.model, s.batches, pixels=s.pixels, patch=s.patch), draw_missing_patches, 1000
-    ),
-    "fgsm": Analysis(lambda s: fgsm(s.model, s.batches, pixels=s.pixels, epsilons=s.epsilons), draw_fgsm, 1000),
+    "grad-cam": Analysis(grad_cam, draw_grad_cam, 12, ("class_names", "pixels")),
+    "feature-maps": Analysis(feature_maps, draw_feature_maps, 12, ("class_names", "pixels")),
+    "occlusion": Analysis(occlusion, draw_occlusion, 1000, ("pixels",)),
+    "missing-patches": Analysis(missing_patches, draw_missing_patches, 1000, ("pixels", "patch")),
+    "fgsm": Analysis(fgsm, draw_fgsm, 1000, ("pixels", "epsilons")),
 }

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from matplotlib.patches import Rectangle
 from torch import Tensor, nn
 
 from detr_bf.analysis.images import FeatureMaps, StreamMaps
-from detr_bf.analysis.inspected import InspectedDetector, Level, ShownBatch, level_list
+from detr_bf.analysis.inspected import InspectedDetector, ShownBatch, level_list, level_numbered
 from detr_bf.assembly.data import build_loader, data_source
 from detr_bf.assembly.model import build_classification, build_panoptic_postprocess, build_postprocess
 from detr_bf.assembly.training import precision_of
@@ -39,6 +39,7 @@ from detr_bf.transformer.attention import AttentionRecord, recorded_weights
 
 _SQUARE, _SMALL = 1.5, 32**2  # of figure 7 of DETR: wide and tall boxes, and small ones in pixels of the image
 _LETTERS = 26  # of a caption
+_QUERIES_SHOWN, _BOXES_SHOWN = 6, 20  # queries with their attention, and queries with their boxes in all images
 
 
 # Feature maps.
@@ -66,15 +67,12 @@ def feature_maps_of(
     if not 0 <= number < len(encoder.layers):
         raise InputError(f"--layer {number}: the encoder has the layers 0 to {len(encoder.layers) - 1}")
     kept: list[tuple[Tensor, TokenBatch]] = []
-    handle = encoder.layers[number].register_forward_hook(lambda module, args, output: kept.append((output, args[0])))
     batch = run.load(indices)
-    try:
-        with ExitStack() as stack:
-            if has_two_streams(run.model):
-                stack.enter_context(attending(run.model))
-            run.model(batch.inputs)
-    finally:
-        handle.remove()
+    with (
+        encoder.layers[number].register_forward_hook(lambda module, args, output: kept.append((output, args[0]))),
+        attending(run.model) if has_two_streams(run.model) else nullcontext(),
+    ):
+        run.model(batch.inputs)
     tokens, source = kept[0]
     chosen = level_numbered(run.levels(source, batch), level)
     cells = tokens[:, chosen.start : chosen.start + chosen.height * chosen.width].mean(-1)
@@ -92,13 +90,6 @@ def has_two_streams(model: nn.Module) -> bool:
     """Return True if training forks the batch in a way that images attend to each other."""
     found = next((module for module in model.modules() if isinstance(module, BatchFormerV2)), None)
     return found is not None and found.mode in ("two_stream", "mini_batch_inference") and found.neighbours is None
-
-
-def level_numbered(levels: Sequence[Level], level: int) -> Level:
-    """Return one of the levels; InputError if it does not exist."""
-    if not 0 <= level < len(levels):
-        raise InputError(f"--level {level}: the model has the levels 0 to {len(levels) - 1}, 0 is the finest")
-    return levels[level]
 
 
 # Queries.
@@ -143,18 +134,17 @@ class QueryAnalysis:
 
 
 @torch.no_grad()
-def look_of_queries(run: InspectedDetector, index: int, others: Sequence[int], *, most: int = 6) -> QueryAnalysis:
+def look_of_queries(run: InspectedDetector, index: int, others: Sequence[int]) -> QueryAnalysis:
     """Return where the best queries of an image look, and the boxes of every query in other images (DETR, figure 7).
 
     Args:
         index: of the image.
         others: images whose boxes are collected.
-        most: queries shown, those with the highest scores.
     """
     batch = run.load([index])
     with _last_cross_attention(run.model) as found:
         outputs: Outputs = run.model(batch.inputs)
-    looks = _looks(run, batch, outputs, found)[:most]
+    looks = _looks(run, batch, outputs, found)
     boxes, sizes = [], []
     for other in progress_bar(list(others), desc=f"queries of {run.name}", unit="image", leave=False):
         loaded = run.load([other])
@@ -187,38 +177,26 @@ def _last_cross_attention(model: Any) -> Iterator[_CrossAttention]:
             found.records = list(records)
 
         attention = model.decoder.layers[-1].cross_attention
-        handles = [attention.register_forward_pre_hook(enter), attention.register_forward_hook(leave)]
-        try:
+        with attention.register_forward_pre_hook(enter), attention.register_forward_hook(leave):
             yield found
-        finally:
-            for handle in handles:
-                handle.remove()
 
 
 def _looks(run: InspectedDetector, batch: ShownBatch, outputs: Outputs, found: _CrossAttention) -> list[QueryLook]:
-    """Return the queries of the first row, best first."""
+    """Return the best queries of the first row, best first."""
     probabilities = build_classification(run.settings).scores(outputs.logits[-1, 0])
     scores, labels = probabilities.max(-1)
     height, width = batch.images[0].picture.shape[:2]
     looks = []
-    for query in scores.argsort(descending=True).tolist():
+    for query in scores.argsort(descending=True).tolist()[:_QUERIES_SHOWN]:
         x, y, w, h = (outputs.boxes[-1, 0, query].cpu() * torch.tensor([width, height, width, height])).tolist()
         reference = None
         if found.reference is not None:
             point = found.reference[0, query, :2].cpu() * torch.tensor([width, height])
             reference = (float(point[0]), float(point[1]))
         heat, points = _attended(found, query, batch.size)
-        looks.append(
-            QueryLook(
-                query,
-                run.data.class_map.names[int(labels[query])],
-                float(scores[query]),
-                (x - w / 2, y - h / 2, x + w / 2, y + h / 2),
-                reference,
-                heat,
-                points,
-            )
-        )
+        box = (x - w / 2, y - h / 2, x + w / 2, y + h / 2)
+        name = run.data.class_map.names[int(labels[query])]
+        looks.append(QueryLook(query, name, float(scores[query]), box, reference, heat, points))
     return looks
 
 
@@ -235,13 +213,13 @@ def _attended(found: _CrossAttention, query: int, size: tuple[int, int]) -> tupl
     return weights.unflatten(0, (first.height, first.width)).cpu().numpy(), None
 
 
-def draw_queries(runs: Mapping[str, QueryAnalysis], most: int = 20) -> Figure:
+def draw_queries(runs: Mapping[str, QueryAnalysis]) -> Figure:
     """Draw for each run the attention of its best queries in one image, and below the boxes of its first queries.
 
     A box is a point at its centre: green if it is small, red if it is tall, blue if it is wide, grey if it is square.
     """
     columns = max(len(analysis.looks) for analysis in runs.values())
-    lines = [math.ceil(min(most, analysis.boxes.shape[1]) / columns) for analysis in runs.values()]
+    lines = [math.ceil(min(_BOXES_SHOWN, analysis.boxes.shape[1]) / columns) for analysis in runs.values()]
     total = sum(1 + own for own in lines)
     heading = "Attention of the best queries in an image, and centres of the boxes of each query in all images"
     figure, grid = picture_grid(heading, total, columns, columns * 2.2, total * 2.1 + 0.6)
@@ -249,7 +227,7 @@ def draw_queries(runs: Mapping[str, QueryAnalysis], most: int = 20) -> Figure:
     for (name, analysis), own in zip(runs.items(), lines, strict=True):
         for column, look in enumerate(analysis.looks):
             _draw_look(grid[top, column], analysis, look, f"{name}, " if column == 0 else "")
-        for query in range(min(most, analysis.boxes.shape[1])):
+        for query in range(min(_BOXES_SHOWN, analysis.boxes.shape[1])):
             _draw_boxes(grid[top + 1 + query // columns, query % columns], analysis, query)
         top += 1 + own
     return figure
@@ -366,13 +344,12 @@ class MiniBatchInference:
 class _BothInferences(nn.Module):
     """Outputs of a detector without and with batch attention in evaluation, whatever mode it was trained in."""
 
-    def __init__(self, model: nn.Module, batch_former: BatchFormerV2) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
-        self.batch_former = batch_former
 
     def forward(self, batch: Batch) -> list[Outputs]:
-        former = self.batch_former
+        former = batch_former_of(self.model)
         before = former.mode, former.group_size
         try:
             former.mode, former.group_size = "two_stream", None
@@ -429,7 +406,7 @@ def compare_mini_batch_inference(
         for _ in range(2)
     ]
     postprocess = build_postprocess(config)
-    for batch, outputs in loop(_BothInferences(run.model, former).eval(), lambda: False):
+    for batch, outputs in loop(_BothInferences(run.model).eval(), lambda: False):
         for evaluator, own in zip(found, outputs, strict=True):
             evaluator.update(postprocess(own, batch.targets))
     without, attended = (

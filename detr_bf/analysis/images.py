@@ -5,7 +5,7 @@ Shape legend: B images, C channels, K classes, S tokens with the class token, h 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -96,23 +96,19 @@ def grad_cam(
     source: nn.Module | None = None
     with evaluating(model):
         for batch in moved(batches, model):
-            check_labels(batch.targets.labels, len(class_names))
+            labels = batch.targets.labels
+            check_labels(labels, len(class_names))
             source = source or _source(model, batch.images)
             logits, heat = _heat(model, source, batch)
-            best, labels = logits.argmax(1).tolist(), batch.targets.labels.tolist()
-            probability = logits.softmax(1)
-            pictures = pixels.shown(batch.images)
-            for row, index in enumerate(batch.indices.tolist()):
-                found.append(
-                    CamImage(
-                        index,
-                        class_names[labels[row]],
-                        class_names[best[row]],
-                        float(probability[row, labels[row]]),
-                        pictures[row].numpy(),
-                        heat[row].float().cpu().numpy(),
-                    )
-                )
+            found += map(
+                CamImage,
+                batch.indices.tolist(),
+                [class_names[label] for label in labels.tolist()],
+                [class_names[label] for label in logits.argmax(1).tolist()],
+                logits.softmax(1).gather(1, labels[:, None])[:, 0].tolist(),
+                pixels.shown(batch.images).numpy(),
+                heat.float().cpu().numpy(),
+            )
     return CamSheet(tuple(found))
 
 
@@ -126,20 +122,14 @@ def _heat(model: nn.Module, source: nn.Module, batch: LabelledImages) -> tuple[T
 
     with hooked([source.register_forward_hook(cut)]):
         logits = model(batch.images)
-    score = logits.gather(
-        1, batch.targets.labels[:, None]
-    ).sum()  # images are independent, so each has its own gradient
-    [gradient] = torch.autograd.grad(score, leaves)
-    to_map = _map_of(model, batch.images)
-    return logits.detach(), class_activation(to_map(leaves[0].detach()), to_map(gradient))
-
-
-def _map_of(model: nn.Module, images: Tensor) -> Callable[[Tensor], Tensor]:
-    """Return the function that reshapes the output of the source to (B, C, h, w)."""
-    if not isinstance(model, VisionTransformer):
-        return lambda maps: maps
-    grid = cast("Any", model.patch_embed).dynamic_feat_size(images.shape[-2:])
-    return lambda tokens: patches_of(tokens, model.num_prefix_tokens).transpose(1, 2).unflatten(2, grid)
+    # images are independent, so each has its own gradient
+    scores = logits.gather(1, batch.targets.labels[:, None])
+    maps, gradients = leaves[0].detach(), torch.autograd.grad(scores.sum(), leaves)[0]
+    if isinstance(model, VisionTransformer):  # (B, S, C) to (B, C, h, w)
+        grid = cast("Any", model.patch_embed).dynamic_feat_size(batch.images.shape[-2:])
+        patches = (patches_of(tokens, model.num_prefix_tokens) for tokens in (maps, gradients))
+        maps, gradients = (x.transpose(1, 2).unflatten(2, grid) for x in patches)
+    return logits.detach(), class_activation(maps, gradients)
 
 
 @torch.no_grad()
@@ -167,14 +157,8 @@ def _source(model: nn.Module, images: Tensor) -> nn.Module:
 
 
 def draw_grad_cam(runs: Mapping[str, CamSheet]) -> Figure:
-    """Draw the images, and for each run the heat over them with the probability of the class.
-
-    Raises:
-        InputError: the runs have different images.
-    """
-    check_same_images({name: [(image.index, image.name) for image in sheet.images] for name, sheet in runs.items()})
-    first = next(iter(runs.values()))
-    columns = {"image": [Cell(image.picture, image.name) for image in first.images]}
+    """Draw the images, and for each run the heat over them with the probability of the class."""
+    columns = _image_column(runs)
     for name, sheet in runs.items():
         captions = (f"{printable(image.predicted, limit=18)}, p = {image.probability:.2f}" for image in sheet.images)
         columns[name] = [
@@ -182,6 +166,12 @@ def draw_grad_cam(runs: Mapping[str, CamSheet]) -> Figure:
             for image, caption in zip(sheet.images, captions, strict=True)
         ]
     return draw_sheet("Grad-CAM of the true class; below each the predicted class, p of the true one", columns)
+
+
+def _image_column(runs: Mapping[str, CamSheet | FeatureMaps]) -> dict[str, list[Cell]]:
+    """Return the column of the images themselves; InputError if the runs have different ones."""
+    check_same_images({name: [(image.index, image.name) for image in run.images] for name, run in runs.items()})
+    return {"image": [Cell(image.picture, image.name) for image in next(iter(runs.values())).images]}
 
 
 @dataclass(frozen=True)
@@ -251,29 +241,15 @@ def feature_maps(
                 model(batch.images)
                 grid = patch_embed.dynamic_feat_size(batch.images.shape[-2:])
                 means = patches_of(kept.pop(), vit.num_prefix_tokens).mean(-1).unflatten(1, grid).float().cpu().numpy()
-                found += _of_batch(batch, means, class_names, pixels)
+                names = [class_names[label] for label in batch.targets.labels.tolist()]
+                pictures, streams = pixels.shown(batch.images).numpy(), np.split(means, 2)  # clean stream first
+                found += map(StreamMaps, batch.indices.tolist(), names, pictures, *streams)
     return FeatureMaps(tuple(found))
 
 
-def _of_batch(batch: LabelledImages, means: np.ndarray, class_names: Sequence[str], pixels: Pixels) -> list[StreamMaps]:
-    """Split the maps (2B, h, w), clean stream first, by image."""
-    labels, indices = batch.targets.labels.tolist(), batch.indices.tolist()
-    pictures, count = pixels.shown(batch.images).numpy(), len(batch)
-    return [
-        StreamMaps(indices[row], class_names[labels[row]], pictures[row], means[row], means[count + row])
-        for row in range(count)
-    ]
-
-
 def draw_feature_maps(runs: Mapping[str, FeatureMaps]) -> Figure:
-    """Draw the images, and for each run both maps, each scaled from its minimum to its maximum.
-
-    Raises:
-        InputError: the runs have different images.
-    """
-    check_same_images({name: [(image.index, image.name) for image in maps.images] for name, maps in runs.items()})
-    first = next(iter(runs.values()))
-    columns = {"image": [Cell(image.picture, image.name) for image in first.images]}
+    """Draw the images, and for each run both maps, each scaled from its minimum to its maximum."""
+    columns = _image_column(runs)
     for name, maps in runs.items():
         columns[f"{name}\nclean stream"] = [Cell(image.picture, heat=image.clean) for image in maps.images]
         if all(image.batchformer is not None for image in maps.images):

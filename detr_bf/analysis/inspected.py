@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -60,13 +61,7 @@ class ShownBatch:
 
 
 class InspectedRun(ABC):
-    """A trained model in evaluation mode, and its validation images.
-
-    Args:
-        name: of the run.
-        config: of the run.
-        classes: of the checkpoint.
-    """
+    """A trained model in evaluation mode, and its validation images."""
 
     def __init__(self, name: str, model: nn.Module, config: RunConfig, classes: ClassMap) -> None:
         self.name = name
@@ -172,11 +167,15 @@ class InspectedClassifier(InspectedRun):
 
 def level_list(shapes: Sequence[tuple[int, int]], start: int = 0) -> list[Level]:
     """Return the levels of maps with these heights and widths, one after another from token ``start`` on."""
-    found = []
-    for height, width in shapes:
-        found.append(Level(start, height, width))
-        start += height * width
-    return found
+    starts = accumulate((height * width for height, width in shapes), initial=start)
+    return [Level(first, *shape) for first, shape in zip(starts, shapes, strict=False)]
+
+
+def level_numbered(levels: Sequence[Level], level: int) -> Level:
+    """Return one of the levels; InputError if it does not exist."""
+    if not 0 <= level < len(levels):
+        raise InputError(f"--level {level}: the model has the levels 0 to {len(levels) - 1}, 0 is the finest")
+    return levels[level]
 
 
 def load_inspected(name: str, source: Path, overrides: Sequence[str] = ()) -> InspectedRun:
@@ -189,10 +188,8 @@ def load_inspected(name: str, source: Path, overrides: Sequence[str] = ()) -> In
         InputError: the source is no checkpoint of a detector or classifier, or the images cannot be read.
     """
     checkpoint = load_checkpoint(checkpoint_of(source))
-    config, classes = (
-        config_from_dict(checkpoint.config, overrides, source=f"the config in {source}"),
-        checkpoint.classes,
-    )
+    config = config_from_dict(checkpoint.config, overrides, source=f"the config in {source}")
+    classes = checkpoint.classes
     if not isinstance(config, (DetectionConfig, ClassifierConfig)):
         raise InputError(f"{source} is a run of the task {config.task}, expected detection or classification")
     task = task_of(config)

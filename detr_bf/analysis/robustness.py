@@ -1,6 +1,8 @@
 """Accuracy on corrupted images: FGSM and a black centre, as in table 8 of Context Broadcasting (arXiv 2210.08457), and
 missing patches (arXiv 2105.10497).
 
+All analyses raise InputError if there are no images, or labels are outside the classes.
+
 Shape legend: B images, H x W pixels, P patches.
 """
 
@@ -8,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -57,11 +60,7 @@ def accuracy_curve(
     strength: str,
     strengths: Sequence[float],
 ) -> AccuracyCurve:
-    """Measure accuracy in evaluation mode; ``corrupt`` returns the images of a batch once per strength.
-
-    Raises:
-        InputError: there are no images, or labels are outside the classes.
-    """
+    """Measure accuracy in evaluation mode; ``corrupt`` returns the images of a batch once per strength."""
     right, images = [0] * len(strengths), 0
     with evaluating(model):
         for batch in moved(batches, model):
@@ -87,6 +86,15 @@ def draw_accuracy(runs: Mapping[str, AccuracyCurve], *, title: str, xlabel: str,
     return figure
 
 
+draw_fgsm = partial(draw_accuracy, title="Accuracy under FGSM", xlabel="epsilon, steps of 1/255", scale=255)
+draw_occlusion = partial(
+    draw_accuracy, title="Accuracy with a black centre", xlabel="side of the square, % of the image's side", scale=100
+)
+draw_missing_patches = partial(
+    draw_accuracy, title="Accuracy with patches missing", xlabel="patches dropped, %", scale=100
+)
+
+
 def attack(images: Tensor, gradient: Tensor, epsilon: float, pixels: Pixels) -> Tensor:
     """Move normalised images (B, 3, H, W) by ``epsilon`` along the gradient's sign, clipped to black and white."""
     low, high = (pixels.normalised(value, images) for value in (0.0, 1.0))
@@ -107,7 +115,7 @@ def fgsm(
         epsilons: sizes of the step; from black to white is 1.
 
     Raises:
-        InputError: an epsilon is below 0 or above 1, there are no images, or labels are outside the classes.
+        InputError: an epsilon is below 0 or above 1.
     """
     if not epsilons or not all(0 <= epsilon <= 1 for epsilon in epsilons):
         raise InputError(f"epsilons must be one or more numbers from 0 to 1, such as 1/255; got {list(epsilons)}")
@@ -127,11 +135,6 @@ def loss_gradient(model: nn.Module, batch: LabelledImages) -> Tensor:
     check_labels(batch.targets.labels, logits.shape[1])
     loss = F.cross_entropy(logits, batch.targets.labels, reduction="sum")
     return torch.autograd.grad(loss, images)[0]
-
-
-def draw_fgsm(runs: Mapping[str, AccuracyCurve]) -> Figure:
-    """Plot one line per run."""
-    return draw_accuracy(runs, title="Accuracy under FGSM", xlabel="epsilon, steps of 1/255", scale=255)
 
 
 def cover_centre(images: Tensor, side: float, fill: Tensor) -> Tensor:
@@ -154,9 +157,6 @@ def occlusion(
     Args:
         pixels: how images were normalised.
         sides: of the square, from 0 to 1 times the image's sides.
-
-    Raises:
-        InputError: there are no images, or labels are outside the classes.
     """
 
     def corrupt(batch: LabelledImages) -> Iterator[Tensor]:
@@ -164,12 +164,6 @@ def occlusion(
         return (cover_centre(batch.images, side, black) for side in sides)
 
     return accuracy_curve(model, batches, corrupt, strength="side", strengths=sides)
-
-
-def draw_occlusion(runs: Mapping[str, AccuracyCurve]) -> Figure:
-    """Plot one line per run."""
-    xlabel = "side of the square, % of the image's side"
-    return draw_accuracy(runs, title="Accuracy with a black centre", xlabel=xlabel, scale=100)
 
 
 def drop_patches(images: Tensor, order: Tensor, share: float, patch: tuple[int, int], fill: Tensor) -> Tensor:
@@ -204,7 +198,7 @@ def missing_patches(
         seed: of the choice of patches, the same for all models with the same patches and batches.
 
     Raises:
-        InputError: patches do not fill the images, there are no images, or labels are outside the classes.
+        InputError: patches do not fill the images.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -233,8 +227,3 @@ def _patch_size(model: nn.Module, images: Tensor, patch: int | None) -> tuple[in
             "divides both"
         )
     return size
-
-
-def draw_missing_patches(runs: Mapping[str, AccuracyCurve]) -> Figure:
-    """Plot one line per run."""
-    return draw_accuracy(runs, title="Accuracy with patches missing", xlabel="patches dropped, %", scale=100)

@@ -89,11 +89,7 @@ def hooked(handles: Iterable[RemovableHandle]) -> Iterator[None]:
 
 
 def moved(batches: Iterable[LabelledImages], model: nn.Module) -> Iterator[LabelledImages]:
-    """Move the batches to the model's device.
-
-    Raises:
-        InputError: there are no batches.
-    """
+    """Move the batches to the model's device; InputError if there are no batches."""
     device, empty = next(model.parameters()).device, True
     for batch in batches:
         empty = False

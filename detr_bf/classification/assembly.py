@@ -28,6 +28,9 @@ from detr_bf.plugins import add_batchformer, add_batchformer_v2, add_diverse_pat
 from detr_bf.plugins.batchformer import classifiers_of
 from detr_bf.plugins.plugin import PREFIX, chosen
 
+# settings of a plug-in that its function does not take, or takes in another form
+_NO_ARGUMENTS = ("enabled", "layers", "lr_factor", "weight_decay", "patch_cutmix")
+
 # plug-ins that evaluation does not use
 TRAINING_ONLY = ("batchformer_v2", "batchformer", "diverse_patch", "relative_localization")
 
@@ -35,41 +38,24 @@ TRAINING_ONLY = ("batchformer_v2", "batchformer", "diverse_patch", "relative_loc
 @if_enabled("plugins.batchformer_v2")
 def add_v2(model: nn.Module, settings: BatchFormerV2PluginConfig) -> None:
     """Add BatchFormerV2; InputError if it does not fit the model."""
-    add_batchformer_v2(
-        model,
-        layers_of(settings.layers),
-        position=settings.position,
-        shared=settings.shared,
-        mode=settings.mode,
-        num_layers=settings.num_layers,
-        heads=settings.heads,
-        dropout=settings.dropout,
-        gather=settings.gather,
-        init=settings.init,
-        log_attention=settings.log_attention,
-    )
+    add_batchformer_v2(model, layers_of(settings.layers), **_arguments(settings))
 
 
 @if_enabled("plugins.batchformer")
 def add_v1(model: nn.Module, settings: BatchFormerPluginConfig) -> None:
     """Add BatchFormer; InputError if it does not fit the model."""
-    add_batchformer(
-        model,
-        heads=settings.heads,
-        dropout=settings.dropout,
-        num_layers=settings.num_layers,
-        shared_classifier=settings.shared_classifier,
-        gather=settings.gather,
-        init=settings.init,
-    )
+    add_batchformer(model, **_arguments(settings))
 
 
 @if_enabled("plugins.diverse_patch")
 def add_diverse(model: nn.Module, settings: DiversePatchConfig, num_classes: int) -> None:
     """Add DiversePatch; InputError if it does not fit the model."""
-    add_diverse_patch(
-        model, num_classes, cosine=settings.cosine, contrastive=settings.contrastive, mixing=settings.mixing
-    )
+    add_diverse_patch(model, num_classes, **_arguments(settings))
+
+
+def _arguments(settings: Any) -> dict[str, Any]:
+    """Return the settings of a plug-in that are keyword arguments of its function, by name."""
+    return {name: value for name, value in vars(settings).items() if name not in _NO_ARGUMENTS}
 
 
 def build_classifier(config: ClassifierConfig, num_classes: int, *, pretrained: bool = True) -> nn.Module:
@@ -89,12 +75,17 @@ def build_classifier(config: ClassifierConfig, num_classes: int, *, pretrained: 
         experts=model.experts,
         options=model.options,
     )
-    if config.model.linear_probe:
+    if model.linear_probe:
         _check_probe(config)
         make_linear_probe(network, num_classes)
-    elif config.model.frozen:
+    elif model.frozen:
         freeze_trunk(network)
-    add_plugins(network, config, num_classes)
+    plugins = config.plugins
+    add_context(network, plugins.context_broadcasting)
+    add_v2(network, plugins.batchformer_v2)
+    add_v1(network, plugins.batchformer)
+    add_diverse(network, plugins.diverse_patch, num_classes)
+    add_localization(network, plugins.relative_localization, plugins.relative_localization.pool)
     return accelerate(network)
 
 
@@ -112,10 +103,8 @@ def _check_probe(config: ClassifierConfig) -> None:
 def make_linear_probe(network: nn.Module, num_classes: int) -> None:
     """Freeze a timm network in evaluation mode, except for a new head: batch norm without parameters, then linear.
 
-    The head of MAE's linear probing (He et al. 2022, arXiv 2111.06377, appendix A.1).
-
-    Raises:
-        InputError: the network has no linear layer called ``head``.
+    The head of MAE's linear probing (He et al. 2022, arXiv 2111.06377, appendix A.1). InputError if the network has no
+    linear layer called ``head``.
     """
     head: Any = getattr(network, "head", None)
     if not isinstance(head, nn.Linear):
@@ -133,8 +122,7 @@ def make_linear_probe(network: nn.Module, num_classes: int) -> None:
 def freeze_trunk(network: nn.Module) -> None:
     """Freeze a network in evaluation mode, except for its linear classifiers and the plug-ins it gets later.
 
-    Raises:
-        InputError: the network has no linear classifier.
+    InputError if it has no linear classifier.
     """
     with prefix_errors("model.frozen=true"):
         heads = classifiers_of(network)
@@ -150,35 +138,13 @@ def _keep_trunk_in_evaluation(network: nn.Module, args: Any) -> None:
             child.eval()
 
 
-def add_plugins(network: nn.Module, config: ClassifierConfig, num_classes: int) -> None:
-    """Add the enabled plug-ins.
-
-    Raises:
-        InputError: a plug-in does not fit the network.
-    """
-    plugins = config.plugins
-    add_context(network, plugins.context_broadcasting)
-    add_v2(network, plugins.batchformer_v2)
-    add_v1(network, plugins.batchformer)
-    add_diverse(network, plugins.diverse_patch, num_classes)
-    add_localization(network, plugins.relative_localization, plugins.relative_localization.pool)
-
-
 def build_classifier_criterion(
     config: ClassifierConfig, network: nn.Module, class_counts: Sequence[int]
 ) -> ClassifierCriterion:
     """Return the loss of the logits with the losses of the plug-ins."""
     loss: Callable[[Tensor, Tensor], Tensor]
     if config.loss.name == "ride":
-        ride = config.loss.ride
-        loss = RideLoss(
-            class_counts,
-            scale=SCALE,
-            diversity=ride.diversity,
-            margin=ride.margin,
-            reweight_epoch=ride.reweight_epoch,
-            reweight_factor=ride.reweight_factor,
-        )
+        loss = RideLoss(class_counts, scale=SCALE, **vars(config.loss.ride))
     elif config.loss.name == "balanced_softmax":
         loss = BalancedSoftmax(class_counts, loss_scale=config.loss.loss_scale)
     else:
@@ -229,12 +195,7 @@ def _batch_former(config: MaskedConfig) -> BatchFormerV2 | None:
             model.decoder_dim,
             layers=chosen(layers_of(settings.layers), model.decoder_depth),
             num_encoder_layers=model.decoder_depth,
-            position=settings.position,
-            shared=settings.shared,
-            num_layers=settings.num_layers,
-            heads=settings.heads or model.decoder_heads,
-            dropout=settings.dropout,
-            gather=settings.gather,
+            **{**_arguments(settings), "heads": settings.heads or model.decoder_heads},
         )
 
 

@@ -8,10 +8,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.data import Sampler
 
 from detr_bf.assembly.training import choose_grey_bits, epoch_batches, precision_of
-from detr_bf.classification.augmentation import BatchMix, EvalTransform, Mix, MixedBatch, TrainTransform, WithKeys
+from detr_bf.classification.augmentation import BatchMix, EvalTransform, Mix, TrainTransform, collate_mixed
 from detr_bf.classification.batch import LabelledImages
 from detr_bf.classification.checks import examine_images
 from detr_bf.classification.config import ClassifierConfig, ImageTransformConfig
@@ -29,7 +28,7 @@ from detr_bf.classification.sources import read_splits
 from detr_bf.common import distributed
 from detr_bf.common.errors import InputError
 from detr_bf.common.structures import ClassMap
-from detr_bf.data.batches import SameSizeBatches, SampleKey
+from detr_bf.data.batches import SameSizeBatches
 from detr_bf.data.checks.annotations import Report
 from detr_bf.data.loader import BatchLoader, make_loader
 from detr_bf.engine import EvaluationLoop
@@ -61,25 +60,23 @@ def build_image_splits(config: ImageConfig) -> ImageSplits:
     Raises:
         InputError: the data cannot be read or fetched, or a class has no training images.
     """
-    found = read_image_splits(config)
+    splits, data = read_image_splits(config), config.data
+    classes = splits.class_map
     if isinstance(config, ClassifierConfig):
-        require_two_classes(found)
-        require_no_flips(found, config.data.name, config.data.transforms.horizontal_flip)
-    data = config.data
+        require_two_classes(splits)
+        require_no_flips(splits, data.name, data.transforms.horizontal_flip)
+    transform = build_image_train_transform(data.transforms)
     train = LabelledImageSet(
-        found.train,
-        found.class_map,
-        build_image_train_transform(data.transforms),
-        seed=config.seed,
-        replace_unreadable=data.max_unreadable > 0,
+        splits.train, classes, transform, seed=config.seed, replace_unreadable=data.max_unreadable > 0
     )
-    if empty := [name for name, count in zip(found.class_map.names, train.class_counts, strict=True) if not count]:
+    if empty := [name for name, count in zip(classes.names, train.class_counts, strict=True) if not count]:
         raise InputError(
-            f"{found.train.origin}: {len(empty)} of {found.class_map.num_classes} classes have no training images, "
+            f"{splits.train.origin}: {len(empty)} of {classes.num_classes} classes have no training images, "
             f"such as {', '.join(empty[:_NAMED])}: add images of them, or remove the classes from both splits"
         )
-    val = LabelledImageSet(found.val, found.class_map, build_image_eval_transform(data.transforms))
-    return ImageSplits(train, val, found.class_map)
+    return ImageSplits(
+        train, LabelledImageSet(splits.val, classes, build_image_eval_transform(data.transforms)), classes
+    )
 
 
 def read_image_splits(config: ImageConfig) -> LabelledSplits:
@@ -90,27 +87,22 @@ def read_image_splits(config: ImageConfig) -> LabelledSplits:
     Raises:
         InputError: the data cannot be read or fetched.
     """
-    data = config.data
-    found = _with_grey_bits(config, _read(config))
+    data, splits = config.data, _read(config)
+    train, val = splits.train.images, splits.val.images
+    if isinstance(train, FileImages):
+        choose_grey_bits(data, train.folder, train.names)
+        assert isinstance(val, FileImages), "both splits are of one kind"
+        train, val = (replace(images, grey_bits=data.grey_bits) for images in (train, val))
+        splits = replace(splits, train=replace(splits.train, images=train), val=replace(splits.val, images=val))
     kept = kept_indices(
-        found.train.labels,
-        found.class_map.num_classes,
+        splits.train.labels,
+        splits.class_map.num_classes,
         per_class=data.per_class,
         imbalance=data.long_tail.imbalance,
         order=data.long_tail.order,
         seed=config.seed if data.subset_seed is None else data.subset_seed,
     )
-    return replace(found, train=found.train.subset(kept)) if len(kept) < len(found.train) else found
-
-
-def _with_grey_bits(config: ImageConfig, found: LabelledSplits) -> LabelledSplits:
-    train, val = found.train.images, found.val.images
-    if not isinstance(train, FileImages):
-        return found
-    choose_grey_bits(config.data, train.folder, train.names)
-    assert isinstance(val, FileImages), "both splits are of one kind"
-    train, val = (replace(images, grey_bits=config.data.grey_bits) for images in (train, val))
-    return replace(found, train=replace(found.train, images=train), val=replace(found.val, images=val))
+    return replace(splits, train=splits.train.subset(kept)) if len(kept) < len(splits.train) else splits
 
 
 def _read(config: ImageConfig) -> LabelledSplits:
@@ -123,20 +115,8 @@ def _read(config: ImageConfig) -> LabelledSplits:
 
 def build_image_train_transform(transforms: ImageTransformConfig) -> TrainTransform:
     """Build the training transform."""
-    return TrainTransform(
-        (transforms.size, transforms.size),
-        crop=transforms.crop,
-        area=transforms.area,
-        padding=transforms.padding,
-        horizontal_flip=transforms.horizontal_flip,
-        color_jitter=transforms.color_jitter,
-        auto_augment=transforms.auto_augment,
-        cutout=transforms.cutout,
-        erase_prob=transforms.erase,
-        interpolation=transforms.interpolation,
-        mean=transforms.mean,
-        std=transforms.std,
-    )
+    others = {name: value for name, value in vars(transforms).items() if name not in ("size", "erase", "eval_crop")}
+    return TrainTransform((transforms.size, transforms.size), erase_prob=transforms.erase, **others)
 
 
 def build_image_eval_transform(transforms: ImageTransformConfig) -> EvalTransform:
@@ -160,21 +140,17 @@ def build_image_eval_transform(transforms: ImageTransformConfig) -> EvalTransfor
 def train_batches(config: ImageConfig, splits: ImageSplits, device: torch.device) -> tuple[MakeImageBatches, int]:
     """Return (epoch, first batch) -> training batches of this rank from there on, and the batches per epoch."""
     batches = epoch_batches(config, len(splits.train), repeated_augment=config.data.repeats)
-    load = _train_loader(config, splits, device)
-    return (
-        lambda epoch, start: iter(load(batches(epoch=epoch, start_batch=start))),
-        len(batches(epoch=0)),
-    )
-
-
-def _train_loader(
-    config: ImageConfig, splits: ImageSplits, device: torch.device
-) -> Callable[[Sampler[list[SampleKey]]], BatchLoader[LabelledImages]]:
-    settings: dict[str, Any] = {"workers": config.data.workers, "pin_memory": device.type == "cuda"}
     mix = build_mix(config, splits.class_map.num_classes)
-    if mix is None:
-        return partial(make_loader, splits.train, collate=LabelledImages.collate, **settings)
-    return partial(make_loader, WithKeys(splits.train), collate=MixedBatch(mix, config.seed), **settings)
+    collate = LabelledImages.collate if mix is None else partial(collate_mixed, mix)
+    load = _loader(config, splits.train, collate, device)
+    return lambda epoch, start: iter(load(batches(epoch=epoch, start_batch=start))), len(batches(epoch=0))
+
+
+def _loader(
+    config: ImageConfig, data: LabelledImageSet, collate: Callable[..., LabelledImages], device: torch.device
+) -> Callable[..., BatchLoader[LabelledImages]]:
+    workers, pin_memory = config.data.workers, device.type == "cuda"
+    return partial(make_loader, data, collate=collate, workers=workers, pin_memory=pin_memory)
 
 
 def val_loop(config: ImageConfig, splits: ImageSplits, device: torch.device) -> EvaluationLoop:
@@ -186,13 +162,7 @@ def val_loop(config: ImageConfig, splits: ImageSplits, device: torch.device) -> 
         rank=distributed.rank(),
         world_size=distributed.world_size(),
     )
-    load = partial(
-        make_loader,
-        splits.val,
-        collate=LabelledImages.collate,
-        workers=config.data.workers,
-        pin_memory=device.type == "cuda",
-    )
+    load = _loader(config, splits.val, LabelledImages.collate, device)
     return EvaluationLoop(
         make_batches=lambda start: iter(load(batches(start_batch=start))),
         num_batches=len(batches()),
@@ -236,14 +206,7 @@ def build_mix(config: ImageConfig, num_classes: int) -> Mix | None:
         return PatchMixing(patch_size(config), num_classes, smoothing)
     if not settings.probability or not (settings.mixup or settings.cutmix):
         return None
-    return BatchMix(
-        num_classes,
-        mixup=settings.mixup,
-        cutmix=settings.cutmix,
-        probability=settings.probability,
-        switch=settings.switch,
-        smoothing=smoothing,
-    )
+    return BatchMix(num_classes, **vars(settings), smoothing=smoothing)
 
 
 def patch_size(config: ClassifierConfig) -> tuple[int, int]:

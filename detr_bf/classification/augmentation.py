@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import replace
 from itertools import chain
-from typing import Protocol
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from PIL import Image
 from timm.data import RandomResizedCropAndInterpolation, str_to_pil_interp
 from timm.data.auto_augment import (
@@ -26,16 +26,16 @@ from timm.data.auto_augment import (
 from timm.data.mixup import Mixup, mixup_target
 from timm.data.random_erasing import RandomErasing
 from torch import Tensor
-from torch.utils.data import Dataset
 from torchvision.transforms import AutoAugment, AutoAugmentPolicy, ColorJitter
+from torchvision.transforms.functional import pil_to_tensor, to_pil_image
 
 from detr_bf.classification.batch import LabelledImage, LabelledImages
 from detr_bf.common.errors import InputError
-from detr_bf.data.batches import SampleKey, derive_seed
+from detr_bf.data.batches import derive_seed
 
 Picture = Callable[[Image.Image], Image.Image]
 Mix = Callable[[LabelledImages, int], LabelledImages]  # (batch, seed) -> mixed batch
-KeyedSample = tuple[SampleKey, LabelledImage]
+
 SHIFT_SHARE = 0.45  # largest shift of an automatic policy / the shorter side of the image, as in timm's recipes
 _MIXING = 1  # separates the seed of a batch from that of its first image
 
@@ -47,33 +47,18 @@ def seeded(seed: int, *, numpy: bool = True) -> Iterator[None]:
     Args:
         numpy: seed NumPy's generator too; saving its state is much slower than that of the others.
     """
-    python = random.getstate()
+    python, array = random.getstate(), np.random.get_state() if numpy else None
     try:
         random.seed(seed)
-        # not torch.manual_seed, which would also seed the generators of every accelerator
-        with _numpy_seeded(seed) if numpy else nullcontext(), torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(seed)
+        if numpy:
+            np.random.seed([seed & 0xFFFFFFFF, seed >> 32])
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed)  # torch.manual_seed would also seed every accelerator
             yield
     finally:
         random.setstate(python)
-
-
-@contextmanager
-def _numpy_seeded(seed: int) -> Iterator[None]:
-    state = np.random.get_state()
-    try:
-        np.random.seed([seed & 0xFFFFFFFF, seed >> 32])
-        yield
-    finally:
-        np.random.set_state(state)
-
-
-class ImageTransform(Protocol):
-    """Function from pixels and a seed to a normalised image; see the module docstring."""
-
-    fixed: Resize | None  # its first operation, if that is the same for every seed
-
-    def __call__(self, pixels: Tensor, seed: int) -> Tensor: ...
+        if array is not None:
+            np.random.set_state(array)
 
 
 class Resize:
@@ -87,7 +72,7 @@ class Resize:
         """(C, h, w) uint8 -> (C, *size) uint8; an image of that size is returned unchanged."""
         if tuple(pixels.shape[-2:]) == self.size:
             return pixels
-        return pixels_of(picture_of(pixels).resize(self.size[::-1], self.method))
+        return pil_to_tensor(to_pil_image(pixels).resize(self.size[::-1], self.method))
 
 
 class TrainTransform:
@@ -127,7 +112,7 @@ class TrainTransform:
         mean: Sequence[float],
         std: Sequence[float],
     ) -> None:
-        self.fixed = None if crop == "resized" else Resize(size, interpolation)
+        self.fixed = None if crop == "resized" else Resize(size, interpolation)  # the same for every seed
         self.padding = padding if crop == "padded" else 0
         self.horizontal_flip = horizontal_flip
         self.crop: Picture | None = None
@@ -156,11 +141,11 @@ class TrainTransform:
             return self.normalize(pixels.flip(-1) if flip else pixels)
         with seeded(draw.getrandbits(64), numpy=self._numpy):
             if self.crop is not None:
-                pixels = pixels_of(self.crop(picture_of(pixels)))
+                pixels = pil_to_tensor(self.crop(to_pil_image(pixels)))
             if flip:
                 pixels = pixels.flip(-1)
             if self.colours is not None:
-                pixels = pixels_of(self.colours(picture_of(pixels).convert("RGB")))
+                pixels = pil_to_tensor(self.colours(to_pil_image(pixels).convert("RGB")))
             if self.cutout:
                 pixels = cutout(pixels, self.cutout, *(draw.randrange(side) for side in pixels.shape[-2:]))
             image = self.normalize(pixels)
@@ -199,13 +184,15 @@ class EvalTransform:
         self.normalize = Normalize(mean, std)
 
     def __call__(self, pixels: Tensor, seed: int) -> Tensor:
-        return self.normalize(centre((self.fixed or self._covering(pixels))(pixels), self.size))
+        resize = self.fixed
+        if resize is None:  # to the smallest size with the image's aspect ratio that covers ``full``
+            height, width = pixels.shape[-2:]
+            factor = max(self.full[0] / height, self.full[1] / width)
+            resize = Resize((round(height * factor), round(width * factor)), self.interpolation)
+        return self.normalize(centre(resize(pixels), self.size))
 
-    def _covering(self, pixels: Tensor) -> Resize:
-        """Return the resize to the smallest size with the image's aspect ratio that covers ``full``."""
-        height, width = pixels.shape[-2:]
-        factor = max(self.full[0] / height, self.full[1] / width)
-        return Resize((round(height * factor), round(width * factor)), self.interpolation)
+
+ImageTransform = TrainTransform | EvalTransform
 
 
 class Normalize:
@@ -222,17 +209,8 @@ class Normalize:
 
 def shifted(pixels: Tensor, down: int, right: int) -> Tensor:
     """Shift (C, h, w) uint8 by ``down`` and ``right`` pixels, up and left if negative; new pixels are 0."""
-    result, array = np.zeros(tuple(pixels.shape), np.uint8), pixels.numpy()  # NumPy slices small arrays faster
-    (to_rows, from_rows), (to_columns, from_columns) = _overlap(down, array.shape[1]), _overlap(right, array.shape[2])
-    result[:, to_rows, to_columns] = array[:, from_rows, from_columns]
-    return torch.from_numpy(result)
-
-
-def _overlap(shift: int, length: int) -> tuple[slice, slice]:
-    """Return the target and source slices of the values that a shift leaves within ``length``."""
-    count = max(length - abs(shift), 0)
-    to, start = max(shift, 0), max(-shift, 0)
-    return slice(to, to + count), slice(start, start + count)
+    down, right = (max(-side, min(by, side)) for by, side in zip((down, right), pixels.shape[1:], strict=True))
+    return F.pad(pixels, (right, -right, down, -down))  # a negative number crops
 
 
 def cutout(pixels: Tensor, side: int, row: int, column: int) -> Tensor:
@@ -247,18 +225,6 @@ def centre(pixels: Tensor, size: tuple[int, int]) -> Tensor:
     """Return the centre crop (C, *size) of an image that is at least that large."""
     top, left = (pixels.shape[-2] - size[0]) // 2, (pixels.shape[-1] - size[1]) // 2
     return pixels[:, top : top + size[0], left : left + size[1]]
-
-
-def picture_of(pixels: Tensor) -> Image.Image:
-    """Convert (C, h, w) uint8 to a Pillow image, grey for one channel and RGB for three."""
-    array = pixels.permute(1, 2, 0).numpy()
-    return Image.fromarray(np.ascontiguousarray(array[..., 0] if len(pixels) == 1 else array))
-
-
-def pixels_of(picture: Image.Image) -> Tensor:
-    """Convert a Pillow image to (C, h, w) uint8: the inverse of :func:`picture_of`."""
-    array = torch.from_numpy(np.array(picture))
-    return array[None] if array.ndim == 2 else array.permute(2, 0, 1)
 
 
 def _policy(name: str, size: tuple[int, int], interpolation: str, mean: Sequence[float]) -> Picture:
@@ -330,24 +296,6 @@ class BatchMix:
         return replace(batch, images=images, targets=replace(batch.targets, soft_labels=shares))
 
 
-class WithKeys(Dataset[KeyedSample]):
-    """Data set that returns each sample with its key, for :class:`MixedBatch`."""
-
-    def __init__(self, dataset: Dataset[LabelledImage]) -> None:
-        self.dataset = dataset
-
-    def __getitem__(self, key: SampleKey) -> KeyedSample:
-        return key, self.dataset[key]
-
-
-@dataclass(frozen=True)
-class MixedBatch:
-    """Collate function that mixes the batch; it depends only on the images, ``seed`` and the key of the first image."""
-
-    mix: Mix
-    seed: int
-
-    def __call__(self, samples: list[KeyedSample]) -> LabelledImages:
-        batch = LabelledImages.collate([sample for _, sample in samples])
-        first = samples[0][0]
-        return self.mix(batch, derive_seed(first.sample_seed(self.seed), _MIXING))
+def collate_mixed(mix: Mix, samples: list[LabelledImage]) -> LabelledImages:
+    """Stack images and mix the batch; the mixing depends only on the images and the seed of the first one."""
+    return mix(LabelledImages.collate(samples), derive_seed(samples[0].seed, _MIXING))

@@ -26,6 +26,7 @@ class LabelledImage:
     index: int  # in the data set
     epoch: int = 0
     replaced: str = ""  # error of the unreadable image that this one replaces
+    seed: int = 0  # of its augmentation
 
 
 @dataclass(frozen=True)
@@ -40,12 +41,8 @@ class ClassTargets:
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> ClassTargets:
         """Apply a function to all tensors."""
-        return replace(
-            self,
-            labels=function(self.labels),
-            soft_labels=None if self.soft_labels is None else function(self.soft_labels),
-            patch_labels=None if self.patch_labels is None else function(self.patch_labels),
-        )
+        mapped: Any = {name: function(value) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **mapped)
 
     def check(self, num_classes: int) -> None:
         """Raise InputError for a label outside 0 to ``num_classes`` - 1."""
@@ -82,11 +79,7 @@ class LabelledImages:
 
     @classmethod
     def collate(cls, samples: Sequence[LabelledImage]) -> LabelledImages:
-        """Stack images of one size.
-
-        Raises:
-            InputError: there are none, or their sizes differ.
-        """
+        """Stack images of one size; InputError if there are none, or their sizes differ."""
         sizes = {tuple(sample.pixels.shape) for sample in samples}
         if len(sizes) != 1:
             raise InputError(f"a batch needs one or more images of one size, got the sizes {sorted(sizes)}")
@@ -101,18 +94,12 @@ class LabelledImages:
         targets, labels = self.targets, self.targets.labels
         if labels.device.type == "cpu" and len(labels):
             targets = replace(targets, label_range=(int(labels.min()), int(labels.max())))
-        return LabelledImages(
-            self.images.to(device, non_blocking=non_blocking),
-            targets.mapped(lambda value: value.to(device, non_blocking=non_blocking)),
-            self.indices,
-            self.replaced,
-        )
+        targets = targets.mapped(lambda value: value.to(device, non_blocking=non_blocking))
+        return replace(self, images=self.images.to(device, non_blocking=non_blocking), targets=targets)
 
     def pin_memory(self) -> LabelledImages:
         """Called by the DataLoader."""
-        return LabelledImages(
-            self.images.pin_memory(), self.targets.mapped(Tensor.pin_memory), self.indices, self.replaced
-        )
+        return replace(self, images=self.images.pin_memory(), targets=self.targets.mapped(Tensor.pin_memory))
 
     def to_dict(self) -> dict[str, Any]:
         """Return tensors and plain values, for a capture of the step."""

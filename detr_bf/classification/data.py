@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,18 +31,6 @@ _MAX_BYTES = 2**30  # of images kept in memory after resizing
 _ROUNDING = 1 + 1e-12  # larger than the rounding error of a power
 
 
-class Images(Protocol):
-    """Images by index, counted from 0."""
-
-    def __len__(self) -> int: ...
-
-    def read(self, index: int) -> Tensor:
-        """Return (C, h, w) uint8 with C = 1 or 3 channels; :class:`InputError` if it cannot be read."""
-
-    def subset(self, indices: Tensor) -> Images:
-        """Return the images at ``indices`` (n,) int64, in that order."""
-
-
 @dataclass(frozen=True)
 class ArrayImages:
     """Images in memory."""
@@ -53,9 +41,11 @@ class ArrayImages:
         return len(self.pixels)
 
     def read(self, index: int) -> Tensor:
+        """Return an image (C, h, w)."""
         return self.pixels[index]
 
     def subset(self, indices: Tensor) -> ArrayImages:
+        """Return the images at ``indices`` (n,) int64, in that order."""
         return ArrayImages(self.pixels[indices])
 
 
@@ -72,10 +62,14 @@ class FileImages:
         return len(self.names)
 
     def read(self, index: int) -> Tensor:
+        """Return an image (C, h, w) uint8, C = 1 or 3; InputError if it cannot be read."""
         return read_image(self.folder / self.names[index], max_pixels=self.max_pixels, grey_bits=self.grey_bits)
 
     def subset(self, indices: Tensor) -> FileImages:
         return replace(self, names=[self.names[index] for index in indices.tolist()])
+
+
+Images = ArrayImages | FileImages
 
 
 @dataclass(frozen=True)
@@ -99,7 +93,7 @@ class LabelledSplit:
         digest = hashlib.sha256(json.dumps([names, labels]).encode())
         if isinstance(self.images, ArrayImages):
             digest.update(self.images.pixels.numpy().tobytes())
-        elif isinstance(self.images, FileImages):
+        else:
             sizes = [(name, file_size(self.images.folder / name)) for name in self.images.names]
             digest.update(json.dumps(sizes).encode())
         return {"sha256": digest.hexdigest(), "images": len(self), "objects": len(self)}
@@ -131,11 +125,7 @@ def array_split(pixels: Tensor, labels: Tensor, origin: str) -> LabelledSplit:
 
 
 def require_two_classes(splits: LabelledSplits) -> None:
-    """Check that a classifier has two or more classes to learn.
-
-    Raises:
-        InputError: there is only one class.
-    """
+    """Check that a classifier has two or more classes to learn; InputError if there is only one class."""
     names = splits.class_map.names
     if len(names) < 2:
         raise InputError(
@@ -145,15 +135,7 @@ def require_two_classes(splits: LabelledSplits) -> None:
 
 
 def require_no_flips(splits: LabelledSplits, name: str, horizontal_flip: float) -> None:
-    """Check that training does not flip images of a data set in which a flip changes the class.
-
-    Args:
-        name: of the data set, ``data.name``.
-        horizontal_flip: probability of a horizontal flip in training.
-
-    Raises:
-        InputError: such images would be flipped.
-    """
+    """Check that training does not flip images of a data set, ``data.name``, in which a flip changes the class."""
     if splits.mirrored and horizontal_flip > 0:
         raise InputError(
             f"data.name={name}: {splits.mirrored}, and data.transforms.horizontal_flip={horizontal_flip:g} mirrors "
@@ -262,8 +244,8 @@ class LabelledImageSet(Dataset[LabelledImage]):
         index, pixels, replaced = read_or_replace(
             self.images.read, key, len(self), seed=self.seed, replace=self.replace_unreadable
         )
-        image = self.transform(pixels, key.sample_seed(self.seed))
-        return LabelledImage(image, self.labels[index], index, key.epoch, replaced)
+        seed = key.sample_seed(self.seed)
+        return LabelledImage(self.transform(pixels, seed), self.labels[index], index, key.epoch, replaced, seed)
 
     def fingerprint(self) -> dict[str, Any]:
         """Return ``sha256`` of class names, labels and file names, and the numbers ``images`` and ``objects``.

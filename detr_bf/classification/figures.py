@@ -46,8 +46,7 @@ def save_confusion(path: str | Path, result: ClassificationResult) -> None:
         )
     images = np.array([known.images for known in result.per_class.values()])
     shares = np.array(result.confusion, dtype=np.float64) / np.maximum(images, 1)[:, None]
-    figure = draw_confusion(shares, list(result.per_class), "Confusion (% of the images of a class)")
-    save_figure(path, figure)
+    save_figure(path, draw_confusion(shares, list(result.per_class), "Confusion (% of the images of a class)"))
 
 
 def save_class_accuracies(path: str | Path, result: ClassificationResult) -> None:
@@ -59,7 +58,7 @@ def save_class_accuracies(path: str | Path, result: ClassificationResult) -> Non
     check_suffix(path, "accuracies of classes are")
     names = [plain(shortened(name), f"#{index}") for index, name in enumerate(result.per_class)]
     pairs = sorted(zip(names, result.per_class.values(), strict=True), key=lambda pair: -pair[1].train_images)
-    names, classes = [name for name, _ in pairs], [known for _, known in pairs]
+    names, classes = [name for name, _ in pairs], [of_class for _, of_class in pairs]
     figure = Figure(figsize=(13, 5.2), layout="constrained", facecolor="white")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(1, 2.2))
     _plot_training_images(above, classes)

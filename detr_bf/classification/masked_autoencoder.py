@@ -45,17 +45,13 @@ class Reconstructed:
         return (error * self.masked).sum(1) / self.masked.sum(1)
 
 
-class MaskedCriterion:
-    """Mean reconstruction loss over the images, which is the mean of the streams' losses."""
-
-    def __call__(self, outputs: Reconstructed, targets: object = None) -> LossReport:
-        """Return the loss; ``targets`` is unused, because the image is the target."""
-        streams = outputs.loss_per_image.unflatten(0, (outputs.num_streams, -1)).mean(1)
-        logged = {}
-        if outputs.num_streams > 1:
-            named = zip(STREAM_NAMES, streams.detach(), strict=True)
-            logged = {f"stream/{name}": loss for name, loss in named}
-        return LossReport({"loss_reconstruction": streams.mean()}, {"loss_reconstruction": 1.0}, logged)
+def reconstruction_loss(outputs: Reconstructed, targets: object = None) -> LossReport:
+    """Return the mean over the images, which is that of the streams; the image is the target, ``targets`` is unused."""
+    streams = outputs.loss_per_image.unflatten(0, (outputs.num_streams, -1)).mean(1)
+    logged = {}
+    if outputs.num_streams > 1:
+        logged = {f"stream/{name}": loss for name, loss in zip(STREAM_NAMES, streams.detach(), strict=True)}
+    return LossReport({"loss_reconstruction": streams.mean()}, {"loss_reconstruction": 1.0}, logged)
 
 
 def into_patches(images: Tensor, size: tuple[int, int]) -> Tensor:
@@ -162,7 +158,9 @@ class MaskedAutoencoder(nn.Module):
         self.num_visible = _num_visible(embed.num_patches, mask_ratio)
         self.norm_pix_loss = norm_pix_loss
         self.prefix = self.encoder.num_prefix_tokens
-        self._fix_positions()
+        fixed = cast("nn.Parameter", self.encoder.pos_embed).requires_grad_(False)
+        prefix = 0 if self.encoder.no_embed_class else self.prefix
+        fixed.data.copy_(sine_positions(self.grid, self.encoder.embed_dim, prefix))
         if batch_former is not None and max(batch_former.insertions) >= decoder_depth:
             raise InputError(
                 f"batch_former.layers={list(batch_former.insertions)}: the decoder has {decoder_depth} blocks, counted "
@@ -182,12 +180,6 @@ class MaskedAutoencoder(nn.Module):
         order = torch.randperm(embed.num_patches, generator=torch.Generator().manual_seed(EVALUATION_SEED))
         self.register_buffer("decoder_position", sine_positions(self.grid, decoder_dim, self.prefix), persistent=False)
         self.register_buffer("evaluation_order", order[None], persistent=False)
-
-    def _fix_positions(self) -> None:
-        """Replace the encoder's learned position embedding by fixed sines."""
-        fixed = cast("nn.Parameter", self.encoder.pos_embed).requires_grad_(False)
-        prefix = 0 if self.encoder.no_embed_class else self.prefix
-        fixed.data.copy_(sine_positions(self.grid, self.encoder.embed_dim, prefix))
 
     def no_weight_decay(self) -> set[str]:
         """Return the names of parameters without weight decay, like timm's models."""

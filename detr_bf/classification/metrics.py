@@ -11,13 +11,14 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from detr_bf.classification.batch import LabelledImages
+from detr_bf.classification.masked_autoencoder import Reconstructed
 from detr_bf.common.errors import InputError
 from detr_bf.common.files import atomic_write
 from detr_bf.common.structures import ClassMap
@@ -233,10 +234,10 @@ class ClassificationEvaluator:
         """Return the label (B,) of each image: the one of its labels that has the highest logit."""
         if not self.label_sets:
             return batch.targets.labels
-        own = torch.zeros(logits.shape, dtype=torch.bool)
+        right = torch.zeros(logits.shape, dtype=torch.bool)
         for row, index in enumerate(batch.indices.tolist()):
-            own[row, list(self.label_sets[index])] = True
-        return logits.masked_fill(~own.to(logits.device), -torch.inf).argmax(1)
+            right[row, list(self.label_sets[index])] = True
+        return logits.masked_fill(~right.to(logits.device), -torch.inf).argmax(1)
 
     def merge(self, other: ClassificationEvaluator) -> None:
         """Add the images of ``other``; images present in both keep their present row.
@@ -250,11 +251,7 @@ class ClassificationEvaluator:
         self._rows.extend(other._rows)
 
     def predictions(self) -> Predictions:
-        """Return the predictions for all images.
-
-        Raises:
-            InputError: there is no image.
-        """
+        """Return the predictions for all images; InputError if there is no image."""
         rows = self._rows.joined()
         return Predictions(rows["index"], rows["label"], rows["predicted"], rows["score"], (-rows["loss"]).exp())
 
@@ -350,14 +347,6 @@ def _mean_accuracy(classes: Iterable[ClassAccuracy]) -> float | None:
     return sum(known) / len(known) if known else None
 
 
-class Reconstruction(Protocol):
-    """Output of a masked autoencoder."""
-
-    @property
-    def loss_per_image(self) -> Tensor:
-        """Mean squared error over the masked patches of each image, (B,)."""
-
-
 @dataclass(frozen=True)
 class ReconstructionResult:
     """Mean reconstruction loss of a split."""
@@ -401,7 +390,7 @@ class ReconstructionEvaluator:
     def __init__(self) -> None:
         self._rows = ImageRows()
 
-    def update(self, batch: LabelledImages, outputs: Reconstruction) -> None:
+    def update(self, batch: LabelledImages, outputs: Reconstructed) -> None:
         """Add the images of a batch; the first loss of an image is kept.
 
         Raises:
@@ -420,11 +409,7 @@ class ReconstructionEvaluator:
         self._rows.extend(other._rows)
 
     def summarize(self) -> ReconstructionResult:
-        """Return the metrics of all images.
-
-        Raises:
-            InputError: there is no image.
-        """
+        """Return the metrics of all images; InputError if there is no image."""
         losses = self._rows.joined()["loss"].double()
         missing = int((~losses.isfinite()).sum())
         return ReconstructionResult(None if missing else losses.mean().item(), len(losses), missing)

@@ -64,10 +64,12 @@ def build_network(
         chosen = {"narrow": True, **chosen} if experts > 1 else chosen
         build = partial(_cifar_resnet, name, num_classes, chosen)
     else:
-        _check_known(name)
-        _check_size(chosen, image_size)
-        chosen = {"channels": NARROW, **chosen} if experts > 1 else chosen
-        build = partial(_of_timm, name, num_classes, image_size, pretrained, dropout, drop_path, chosen)
+        _check_timm(name, chosen, image_size)
+        size = image_size if timm.models.get_pretrained_cfg_value(name, "fixed_input_size") else 0
+        channels = NARROW if experts > 1 else ()
+        optional = {"drop_rate": dropout, "drop_path_rate": drop_path, "img_size": size, "channels": channels}
+        given = {"num_classes": num_classes, **{key: value for key, value in optional.items() if value}, **chosen}
+        build = partial(_of_timm, name, pretrained, given)
     if experts > 1:
         with prefix_errors(f"model.experts={experts} needs a ResNet of timm or of CIFAR with these settings"):
             network: nn.Module = ExpertResNet([build() for _ in range(experts)], num_classes)
@@ -77,20 +79,7 @@ def build_network(
     return network
 
 
-def _of_timm(
-    name: str,
-    num_classes: int,
-    image_size: int,
-    pretrained: bool,
-    dropout: float,
-    drop_path: float,
-    options: Mapping[str, Any],
-) -> nn.Module:
-    given: dict[str, Any] = {"num_classes": num_classes}
-    given |= {"drop_rate": dropout} if dropout else {}
-    given |= {"drop_path_rate": drop_path} if drop_path else {}
-    given |= {"img_size": image_size} if timm.models.get_pretrained_cfg_value(name, "fixed_input_size") else {}
-    given |= options
+def _of_timm(name: str, pretrained: bool, given: Mapping[str, Any]) -> nn.Module:
     if pretrained:
         config = timm.get_pretrained_cfg(name)
         if config is None or not config.has_weights:
@@ -108,24 +97,19 @@ def _of_timm(
     return model
 
 
-def _check_size(options: Mapping[str, Any], image_size: int) -> None:
-    own = options.get("img_size")
-    if own is None or options.get("dynamic_img_size") or to_2tuple(own) == (image_size, image_size):
-        return
-    raise InputError(
-        f"model.options.img_size={own} and data.transforms.size={image_size} differ: remove img_size, which is taken "
-        "from the data"
-    )
-
-
-def _check_known(name: str) -> None:
-    if timm.is_model(name):
-        return
-    near = timm.list_models(f"*{name.split('_')[0]}*")[:8]
-    raise InputError(
-        f"model.name={name}: timm {timm.__version__} has no such model. Similar names: {', '.join(near) or 'none'}; "
-        f"there are also {CIFAR_RESNET}20, 32, 44 and 56"
-    )
+def _check_timm(name: str, options: Mapping[str, Any], image_size: int) -> None:
+    if not timm.is_model(name):
+        near = timm.list_models(f"*{name.split('_')[0]}*")[:8]
+        raise InputError(
+            f"model.name={name}: timm {timm.__version__} has no such model. Similar names: "
+            f"{', '.join(near) or 'none'}; there are also {CIFAR_RESNET}20, 32, 44 and 56"
+        )
+    given = options.get("img_size")
+    if given is not None and not options.get("dynamic_img_size") and to_2tuple(given) != (image_size, image_size):
+        raise InputError(
+            f"model.options.img_size={given} and data.transforms.size={image_size} differ: remove img_size, which is "
+            "taken from the data"
+        )
 
 
 def _reject_settings(network: str, settings: Mapping[str, float]) -> None:
@@ -149,12 +133,7 @@ def _cifar_resnet(name: str, num_classes: int, options: Mapping[str, Any]) -> nn
 def check_shapes(network: nn.Module, name: str, *, image_size: int, num_classes: int) -> None:
     """Run two images through a network without plug-ins in evaluation mode, to find shape errors early.
 
-    The network is left in training mode.
-
-    Args:
-        name: the setting ``model.name``.
-        image_size: in pixels, ``data.transforms.size``.
-        num_classes: 0 for a network without a classifier, whose outputs may have any shape.
+    The network is left in training mode. With ``num_classes`` 0, without a classifier, its outputs may have any shape.
 
     Raises:
         InputError: the network does not accept RGB images of this size, or does not return ``num_classes`` logits each.
@@ -177,9 +156,6 @@ def check_batch_norm(network: nn.Module, *, image_size: int, rows: int) -> None:
     """Check that a training batch of ``rows`` images per rank gives batch norm two or more values per channel.
 
     The network is left in training mode; its statistics do not change.
-
-    Raises:
-        InputError: a batch norm would get a single value.
     """
     if rows != 1:  # the loader reports batches without images
         return
@@ -202,8 +178,8 @@ def _check_patches(network: nn.Module, image_size: int) -> None:
     embed = getattr(network, "patch_embed", None)
     if not isinstance(embed, PatchEmbed) or embed.dynamic_img_pad:
         return
-    if any(image_size % side for side in embed.patch_size):
-        height, width = embed.patch_size
+    height, width = embed.patch_size
+    if image_size % height or image_size % width:
         raise InputError(
             f"data.transforms.size={image_size} is not a multiple of the model's patches of {height} x {width} pixels: "
             f"give {max(1, image_size // height) * height} for instance, or another model.options.patch_size"
@@ -213,8 +189,7 @@ def _check_patches(network: nn.Module, image_size: int) -> None:
 def _outputs(network: nn.Module, rows: int, image_size: int) -> Any:
     """Return the outputs on meta tensors, or on zeros if an operator needs values; None if neither is possible.
 
-    Raises:
-        InputError: the forward pass fails.
+    InputError if the forward pass fails.
     """
     try:
         return _meta_outputs(network, rows, image_size)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from detr_bf.classification.config import ClassifierConfig, ClassifierDataConfig, DiversePatchConfig, ImageDataConfig
+from detr_bf.classification.config import ClassifierConfig, ClassifierDataConfig, ImageDataConfig
 from detr_bf.classification.figures import save_class_accuracies, save_confusion
 from detr_bf.classification.masked_config import MaskedConfig
-from detr_bf.classification.metrics import GROUPS, ClassAccuracy, ClassificationResult, ReconstructionResult
+from detr_bf.classification.metrics import GROUPS, ClassificationResult, ReconstructionResult
 from detr_bf.common.files import EVALUATION_FILE, SHEET_FILE, SUSPECTS_FILE
 from detr_bf.common.text import counted
 from detr_bf.report.charts import Chart, Line, chart_group
@@ -43,16 +44,12 @@ def plugin_names(config: ClassifierConfig) -> list[str]:
         shared = "" if plugins.batchformer.shared_classifier else " without shared classifier"
         names.append(f"BatchFormer after pooling{shared}")
     names += context_broadcasting(plugins.context_broadcasting)
-    if plugins.diverse_patch.enabled:
-        names.append(_diverse_patch(plugins.diverse_patch))
+    if (diverse := plugins.diverse_patch).enabled:
+        weights = {name: getattr(diverse, name) for name in ("cosine", "contrastive", "mixing")}
+        losses = [f"{name} {weight:g}" for name, weight in weights.items() if weight] or ["no loss"]
+        names.append(f"DiversePatch ({', '.join(losses)}{', patch CutMix' if diverse.patch_cutmix else ''})")
     names += relative_localization(plugins.relative_localization)
     return names
-
-
-def _diverse_patch(settings: DiversePatchConfig) -> str:
-    weights = {name: getattr(settings, name) for name in ("cosine", "contrastive", "mixing")}
-    losses = [f"{name} {weight:g}" for name, weight in weights.items() if weight] or ["no loss"]
-    return f"DiversePatch ({', '.join(losses)}{', patch CutMix' if settings.patch_cutmix else ''})"
 
 
 def data_sentence(data: ImageDataConfig) -> str:
@@ -149,12 +146,9 @@ def _headline(result: ClassificationResult) -> str:
     if result.top5 is not None:
         large.append(("Top-5", percent(result.top5), "one of five is right"))
     large.append(("Balanced", percent(result.balanced), "mean over classes"))
+    sizes = Counter(of_class.group for of_class in result.per_class.values())
     small = [
-        (
-            f"{group.capitalize()}-shot",
-            percent(result.metrics[group]),
-            counted(_size(result, group), "class", "classes"),
-        )
+        (f"{group.capitalize()}-shot", percent(result.metrics[group]), counted(sizes[group], "class", "classes"))
         for group in GROUPS
     ]
     small.append(("Calibration error", percent(result.ece), "15 bins"))
@@ -167,20 +161,15 @@ def _headline(result: ClassificationResult) -> str:
     return headline(large, small, note)
 
 
-def _size(result: ClassificationResult, group: str) -> int:
-    return sum(known.group == group for known in result.per_class.values())
-
-
 def _class_table(result: ClassificationResult) -> str:
     """Return the table of classes, best first; classes without validation images last."""
     ordered = sorted(result.per_class.items(), key=lambda item: -1.0 if item[1].accuracy is None else item[1].accuracy)
     titles = ("Class", "Accuracy", "Images", "Training images")
-    return table(titles, (_class_row(name, known) for name, known in reversed(ordered)))
-
-
-def _class_row(name: str, known: ClassAccuracy) -> str:
-    values = (percent(known.accuracy), f"{known.images:,}", f"{known.train_images:,}")
-    return row(name, known.accuracy, values, f"{known.group}-shot")
+    rows = (
+        row(name, x.accuracy, (percent(x.accuracy), f"{x.images:,}", f"{x.train_images:,}"), f"{x.group}-shot")
+        for name, x in reversed(ordered)
+    )
+    return table(titles, rows)
 
 
 def _masked_sentences(config: MaskedConfig) -> list[str]:

@@ -44,11 +44,8 @@ def classification_sheet(
     if not rows:
         raise InputError("a sheet needs at least one image, got none")
     wrong, right = ([row for row in rows if row.is_right == is_right] for is_right in (False, True))
-    blocks = [
-        _paint_block(title, members, class_names)
-        for title, members in ((mistakes, wrong), ("Most confident right answers", right))
-        if members
-    ]
+    titled = ((mistakes, wrong), ("Most confident right answers", right))
+    blocks = [_paint_block(title, members, class_names) for title, members in titled if members]
     width = max(block.width for block in blocks) + 2 * BORDER
     sheet = Image.new("RGB", (width, sum(block.height + BORDER for block in blocks) + BORDER), PAPER)
     top = BORDER
@@ -58,9 +55,7 @@ def classification_sheet(
     return sheet
 
 
-def reconstruction_sheet(
-    originals: Tensor, masked: Tensor, reconstructed: Tensor, *, images_per_line: int = 2
-) -> Image.Image:
+def reconstruction_sheet(originals: Tensor, masked: Tensor, reconstructed: Tensor) -> Image.Image:
     """Draw three pictures of every image side by side; each argument is (N, 3, H, W) uint8.
 
     Raises:
@@ -73,7 +68,7 @@ def reconstruction_sheet(
         Strip(tuple(fit(picture, _RECONSTRUCTION_CELL)[0] for picture in triple), ("", "", ""))
         for triple in zip(originals, masked, reconstructed, strict=True)
     ]
-    return lay_out(strips, ("Original", "Masked", "Reconstruction"), images_per_line, _RECONSTRUCTION_CELL)
+    return lay_out(strips, ("Original", "Masked", "Reconstruction"), 2, _RECONSTRUCTION_CELL)
 
 
 def _paint_block(title: str, rows: Sequence[ClassifiedImage], class_names: Sequence[str]) -> Image.Image:

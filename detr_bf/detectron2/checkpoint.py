@@ -85,7 +85,12 @@ class DetrBfCheckpointer(DetectionCheckpointer):
         own = under_our_names(self.model.state_dict(), "the model")
         own_rows = class_rows(own)
         form = format_of(state)
-        weights = self._read(state, filename)
+        try:
+            weights = under_our_names(state, filename)
+        except InputError as error:
+            raise InputError(
+                f"{error}. Weights of a backbone need a .pkl file, or ?matching_heuristics=True after the name"
+            ) from error
         rows = class_rows(weights)
         if _decoder(weights) != _decoder(own) or (LABELS in weights and LABELS not in own):
             raise InputError(
@@ -98,14 +103,6 @@ class DetrBfCheckpointer(DetectionCheckpointer):
             self._check_resnet(filename)
         self.logger.info(f"{filename} holds weights of {form.title if form else 'detr_bf'}")
         return {"model": self._fitted(weights, rows, own_rows)}
-
-    def _read(self, state: dict[str, Tensor], filename: str) -> dict[str, Tensor]:
-        try:
-            return under_our_names(state, filename)
-        except InputError as error:
-            raise InputError(
-                f"{error}. Weights of a backbone need a .pkl file, or ?matching_heuristics=True after the name"
-            ) from error
 
     def _fitted(self, weights: dict[str, Tensor], rows: int, own_rows: int) -> dict[str, Tensor]:
         """Rename the weights for the model, with class heads renumbered if that makes them fit."""

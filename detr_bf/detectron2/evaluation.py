@@ -20,10 +20,8 @@ from detectron2.evaluation import (
     LVISEvaluator,
     PascalVOCDetectionEvaluator,
 )
-from detectron2.structures import Instances
 from detectron2.utils import comm
 from detectron2.utils.logger import create_small_table
-from torch import Tensor
 
 from detr_bf.common.errors import InputError
 from detr_bf.common.files import write_json
@@ -105,13 +103,14 @@ class ThingEvaluator(COCOEvaluator):
 
     def process(self, inputs: Dictionaries, outputs: Dictionaries) -> None:
         """Add images; detections of stuff are ignored."""
-        super().process(inputs, [{"instances": self._things(output["instances"])} for output in outputs])
-
-    def _things(self, found: Instances) -> Instances:
-        indices = self._thing_index[found.pred_classes.cpu()]
-        things = found.to("cpu")[indices >= 0]
-        things.pred_classes = indices[indices >= 0]
-        return things
+        things = []
+        for output in outputs:
+            instances = output["instances"].to("cpu")
+            indices = self._thing_index[instances.pred_classes]
+            instances = instances[indices >= 0]
+            instances.pred_classes = indices[indices >= 0]
+            things.append({"instances": instances})
+        super().process(inputs, things)
 
 
 def _describe_things(dataset_name: str, classes: ClassMap, folder: Path, masks: bool) -> str:
@@ -181,7 +180,9 @@ class PanopticQualityEvaluator(DatasetEvaluator):
             InputError: an image was given twice or has no ground truth; a map and its segments disagree.
         """
         for image, output in zip(inputs, outputs, strict=True):
-            found = _map_of(image["image_id"], *output["panoptic_seg"])
+            ids, listed = output["panoptic_seg"]
+            segments = (Segment(int(one["id"]), int(one["category_id"]), int(one["area"])) for one in listed)
+            found = PanopticMap(image["image_id"], ids.cpu(), tuple(segments))
             self._quality.update([found])
             path = Path(image["file_name"])
             relative = path.relative_to(self._image_root) if path.is_relative_to(self._image_root) else path.name
@@ -205,8 +206,3 @@ class PanopticQualityEvaluator(DatasetEvaluator):
         result = {name: float("nan") if value is None else 100 * value for name, value in metrics.items()}
         logger.info("panoptic quality:\n%s", create_small_table(result))
         return {"panoptic_seg": result}
-
-
-def _map_of(image_id: int, ids: Tensor, segments: Dictionaries) -> PanopticMap:
-    listed = (Segment(int(one["id"]), int(one["category_id"]), int(one["area"])) for one in segments)
-    return PanopticMap(image_id, ids.cpu(), tuple(listed))

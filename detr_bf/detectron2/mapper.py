@@ -155,19 +155,17 @@ class DetrBfDatasetMapper:
             return sample
         change = Change(transforms, image.shape[:2], augmented.image.shape[:2])
         try:
-            if "segments_info" in truth:
-                sample["instances"] = self._segments(truth, change)
+            if "segments_info" in truth and self.mask_format:
+                png = Path(truth["pan_seg_file_name"])
+                sample["instances"] = instances_of_map(png, truth["segments_info"], change)
+            elif "segments_info" in truth:
+                boxes = [{**segment, "bbox_mode": BoxMode.XYWH_ABS} for segment in truth["segments_info"]]
+                sample["instances"] = instances_of(boxes, change, None)
             elif "annotations" in truth:
                 sample["instances"] = instances_of(truth["annotations"], change, self.mask_format)
         except InputError as error:
             raise InputError(f"{sample['file_name']}: {error}") from error
         return sample
-
-    def _segments(self, truth: Mapping[str, Any], change: Change) -> Instances:
-        if self.mask_format:
-            return instances_of_map(Path(truth["pan_seg_file_name"]), truth["segments_info"], change)
-        boxes = [{**segment, "bbox_mode": BoxMode.XYWH_ABS} for segment in truth["segments_info"]]
-        return instances_of(boxes, change, None)
 
 
 class Change(NamedTuple):
@@ -243,21 +241,15 @@ def _outlines(segmentation: object, change: Change) -> list[np.ndarray]:
     return [change.transforms.apply_coords(points).reshape(-1) for points in corners]
 
 
-def _pixels(segmentation: object, change: Change) -> Tensor:
+def _pixels(segmentation: Any, change: Change) -> Tensor:
     """Convert polygons, run lengths (compressed or not) or an array to a mask (h, w) bool of the changed image."""
     if not isinstance(segmentation, dict | np.ndarray):
         return drawn([_outlines(segmentation, change)], change.after)[0]
     size = tuple(segmentation["size"] if isinstance(segmentation, dict) else segmentation.shape)
     if size != tuple(change.before):
         raise InputError(f"a mask has {size} pixels (height, width), the image {change.before}")
-    pixels = _decoded(segmentation) if isinstance(segmentation, dict) else segmentation.astype(np.uint8)
-    moved = change.transforms.apply_segmentation(pixels)
+    if isinstance(segmentation, dict):
+        plain = isinstance(segmentation["counts"], list)
+        segmentation = coco_mask.decode(coco_mask.frPyObjects(segmentation, *size) if plain else segmentation)
+    moved = change.transforms.apply_segmentation(segmentation.astype(np.uint8))
     return torch.from_numpy(np.ascontiguousarray(moved)).bool()
-
-
-def _decoded(run_lengths: dict[str, Any]) -> np.ndarray:
-    height, width = run_lengths["size"]
-    plain = isinstance(run_lengths["counts"], list)
-    code = coco_mask.frPyObjects(run_lengths, height, width) if plain else run_lengths
-    pixels: np.ndarray = coco_mask.decode(code)
-    return pixels

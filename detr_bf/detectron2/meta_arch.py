@@ -23,7 +23,7 @@ from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 from detr_bf.common.errors import InputError
-from detr_bf.common.structures import Outputs, Target
+from detr_bf.common.structures import Detections, Outputs, Target
 from detr_bf.config import DetectionConfig, config_from_dict
 from detr_bf.config.detection import BackboneConfig
 from detr_bf.detectors import Detector
@@ -243,9 +243,8 @@ class DetrBf(nn.Module):
         targets = []
         for number, each in enumerate(inputs):
             height, width = each["image"].shape[-2:]
-            targets.append(
-                output_target(number, (height, width), (each.get("height", height), each.get("width", width)))
-            )
+            output_size = each.get("height", height), each.get("width", width)
+            targets.append(output_target(number, (height, width), output_size))
         things = None if self.panoptic is None else self.panoptic.is_thing
         predictions: list[dict[str, Any]] = [
             {"instances": _instances(found, target.original_size, things)}
@@ -275,44 +274,29 @@ class DetrBf(nn.Module):
 def build_detr_bf(
     *,
     num_classes: int,
-    model: Mapping[str, Any] | None = None,
-    loss: Mapping[str, Any] | None = None,
-    batch_former: Mapping[str, Any] | None = None,
-    plugins: Mapping[str, Any] | None = None,
-    freeze: Mapping[str, Any] | None = None,
-    eval: Mapping[str, Any] | None = None,
-    train: Mapping[str, Any] | None = None,
     backbone: nn.Module | None = None,
     pixel_mean: Sequence[float] = (123.675, 116.28, 103.53),
     pixel_std: Sequence[float] = (58.395, 57.12, 57.375),
     input_format: str = "RGB",
     panoptic_dataset: str | None = None,
     pretrained: bool = True,
+    **groups: Mapping[str, Any] | None,
 ) -> DetrBf:
     """Build the architecture from keyword arguments, for LazyConfig: ``L(build_detr_bf)(num_classes=80, ...)``.
 
     Args:
         num_classes: without no-object.
-        model, loss, batch_former, plugins, freeze, eval, train: settings that differ from the defaults of
-            :mod:`detr_bf.config`.
         backbone: a backbone of detectron2; None: ours, from ``model["backbone"]``.
         pixel_mean, pixel_std: for a backbone of detectron2, in channel order and units of 0 to 255.
         input_format: channel order, RGB or BGR.
         panoptic_dataset: registered data set whose metadata list things and stuff; None: no panoptic maps.
         pretrained: load the weights named in the settings of our backbone.
+        groups: ``model``, ``loss``, ``batch_former``, ``plugins``, ``freeze``, ``eval`` and ``train``: settings that
+            differ from the defaults of :mod:`detr_bf.config`.
 
     Raises:
         InputError: a setting is unknown or out of range.
     """
-    groups = {
-        "model": model,
-        "loss": loss,
-        "batch_former": batch_former,
-        "plugins": plugins,
-        "freeze": freeze,
-        "eval": eval,
-        "train": train,
-    }
     tree = {name: OmegaConf.to_container(OmegaConf.create(dict(group))) for name, group in groups.items() if group}
     return DetrBf(
         **build_parts(
@@ -328,16 +312,15 @@ def build_detr_bf(
     )
 
 
-def _instances(found: Any, size: tuple[int, int], kept_classes: Sequence[bool] | None) -> Instances:
+def _instances(found: Detections, size: tuple[int, int], kept_classes: Sequence[bool] | None) -> Instances:
     """Convert detections to ``Instances``, clipped to the output and without empty boxes."""
     boxes, scores, classes, masks = fields_of(found, size, kept_classes)
     index = torch.arange(len(boxes))  # masks already have the output size: they must not be resized
     raw = Instances(size, pred_boxes=Boxes(boxes), scores=scores, pred_classes=classes, index=index)
     instances = detector_postprocess(raw, *size)
-    index = instances.get("index")
-    instances.remove("index")
     if masks is not None:
-        instances.pred_masks = masks[index]
+        instances.pred_masks = masks[instances.index]
+    instances.remove("index")
     return instances
 
 

@@ -18,6 +18,7 @@ from detr_bf.assembly.training import PRECISIONS, precision_of
 from detr_bf.common import distributed
 from detr_bf.common.errors import InputError
 from detr_bf.common.structures import Batch, Target
+from detr_bf.common.text import counted
 from detr_bf.config import DetectionConfig
 from detr_bf.data.coco import CocoDetection
 from detr_bf.data.transforms import resized_size
@@ -58,7 +59,7 @@ def fit_batch(config: DetectionConfig, model: Detector, data: CocoDetection, dev
     found = largest_fitting(sizes, first, attempt)
     if found is None:
         raise InputError(
-            f"train.auto_batch=true: {'1 image' if sizes[-1] == 1 else f'{sizes[-1]} images'} of {width} x {height} "
+            f"train.auto_batch=true: {counted(sizes[-1], 'image')} of {width} x {height} "
             f"pixels with {objects} objects need more than the free memory of {device}, {free / GB:.1f} GB: choose "
             "train.precision=bf16, train.recompute_encoder=true, smaller images (data.transforms) or a smaller model"
         )
@@ -78,13 +79,7 @@ def divisors(number: int) -> list[int]:
 def largest_fitting(sizes: list[int], first: int, attempt: Callable[[int], None]) -> int | None:
     """Return a size that fits the memory of all ranks: ``first``, or the largest of at most half of a failed one.
 
-    Args:
-        sizes: descending.
-        first: one of them.
-        attempt: raises ``torch.OutOfMemoryError`` for a size that does not fit.
-
-    Returns:
-        The size; None if no size fits.
+    ``sizes`` descend; ``attempt`` raises ``torch.OutOfMemoryError`` for one that does not fit. None if no size fits.
     """
     size: int | None = first
     while size is not None:

@@ -42,14 +42,11 @@ class Gpu:
     bandwidth: float  # GB/s of 10**9 bytes
     bf16: bool = True
 
-    def peak(self, kind: str) -> float:
-        """Return the peak rate in FLOP/s for a kind of :class:`~detr_bf.planning.trace.Work`."""
-        return TERA * {"float32": self.float32, "convolution": self.tf32, "half": self.half}[kind]
-
     def least_seconds(self, work: Iterable[Work]) -> float:
         """Return the time of all operators in sequence, each limited by peak arithmetic or peak bandwidth."""
+        peak = {"float32": TERA * self.float32, "convolution": TERA * self.tf32, "half": TERA * self.half}  # FLOP/s
         return sum(
-            item.times * max(item.flops / self.peak(item.kind), item.moved / (GIGA * self.bandwidth)) for item in work
+            item.times * max(item.flops / peak[item.kind], item.moved / (GIGA * self.bandwidth)) for item in work
         )
 
 
@@ -110,15 +107,6 @@ class Machine:
         """Return the number of classes in the data."""
         return self.num_classes or (COCO_PANOPTIC_CLASSES if config.data.train.panoptic else COCO_CLASSES)
 
-    def check(self, config: DetectionConfig) -> None:
-        """Check the config's precision.
-
-        Raises:
-            InputError: the GPU does not support it.
-        """
-        if config.train.precision == "bf16" and not self.gpu.bf16:
-            raise InputError(f"train.precision=bf16, which {self.gpu.title} cannot do: use train.precision=fp16")
-
 
 def largest_size(data: DataConfig, divisor: int = 1) -> tuple[int, int]:
     """Return height and width of the largest landscape image in training; sides are multiples of ``divisor``."""
@@ -157,11 +145,7 @@ def published_share() -> float:
 
 
 def gpu_named(name: str) -> Gpu:
-    """Return a GPU of ``GPUS`` by name.
-
-    Raises:
-        InputError: unknown name.
-    """
+    """Return a GPU of ``GPUS`` by name; InputError if the name is unknown."""
     if name.lower() not in GPUS:
         raise InputError(
             f"--gpu {name} is not known; known are {', '.join(GPUS)}. For another GPU give the most similar one with "
@@ -209,11 +193,7 @@ def read_measured(path: Path, config: DetectionConfig) -> tuple[float, str]:
 
 
 def _positive(value: Any) -> float:
-    """Return a number read from JSON.
-
-    Raises:
-        ValueError: not a number above 0 and at most ``MAX_SECONDS``; heights and widths are far below this limit.
-    """
+    """Return a number read from JSON; ValueError if not above 0 and at most ``MAX_SECONDS``, also for image sides."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MAX_SECONDS:
         raise ValueError(f"{printable(value)} is no number above 0 and at most {MAX_SECONDS}")
     return float(value)

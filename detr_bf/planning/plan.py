@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from detr_bf.common.errors import InputError
 from detr_bf.config import DetectionConfig
 from detr_bf.planning.machine import SECONDS_PER_DAY, Machine, largest_size, published_share, usual_size
 from detr_bf.planning.trace import Trace, trace
@@ -127,17 +128,13 @@ class Plan:
 
 
 def make_plan(config: DetectionConfig, machine: Machine, recipe: DetectionConfig | None = None) -> Plan:
-    """Plan a run.
-
-    Args:
-        config: settings of the run.
-        machine: GPUs and data of the run.
-        recipe: the published settings that ``config`` is based on, if any.
+    """Plan a run; ``recipe`` are the published settings that ``config`` is based on, if any.
 
     Raises:
         InputError: no detector can be built from the settings, or the GPU does not support the precision.
     """
-    machine.check(config)
+    if config.train.precision == "bf16" and not machine.gpu.bf16:
+        raise InputError(f"train.precision=bf16, which {machine.gpu.title} cannot do: use train.precision=fp16")
     found = trace_of(config, machine)
     memory = memory_of(config, machine, found)
     schedule = schedule_of(config, machine)

@@ -21,7 +21,7 @@ from detr_bf.planning.machine import (
     published_share,
     usual_size,
 )
-from detr_bf.planning.plan import ALLOWANCE, CONTEXT, AttentionSpan, Plan, Rates, Suggestion, Time
+from detr_bf.planning.plan import ALLOWANCE, CONTEXT, Plan, Rates, Time
 from detr_bf.planning.trace import OBJECTS, kernels_assumed
 
 CLOSE = 0.9  # share of a GPU's memory above which a plan barely fits
@@ -84,18 +84,14 @@ def _helps(plan: Plan) -> Iterator[str]:
     yield "  changes that help, each on top of those above:"
     for step in plan.helps:
         verdict = "fits" if step.fits else "does not fit"
-        yield f"    {step.settings}: {_gb(step.needed)}, {verdict}{_shorter_span(step, plan)}"
+        if step.sequence and plan.sequence and step.sequence != plan.sequence:
+            verdict += (
+                f"; batch attention then spans {step.sequence.used} images instead of {plan.sequence.used}, each "
+                "accumulated batch separately"
+            )
+        yield f"    {step.settings}: {_gb(step.needed)}, {verdict}"
     if not plan.helps[-1].fits:
         yield "    beyond that: smaller images (data.transforms) or a smaller model"
-
-
-def _shorter_span(step: Suggestion, plan: Plan) -> str:
-    """Return the effect of a smaller batch on batch attention."""
-    if step.sequence is None or step.sequence == plan.sequence:
-        return ""
-    now, before = step.sequence, plan.sequence
-    assert before is not None, "the changes do not switch batch attention on"
-    return f"; batch attention then spans {now.used} images instead of {before.used}, each accumulated batch separately"
 
 
 def _time(plan: Plan, machine: Machine) -> Iterator[str]:
@@ -118,14 +114,13 @@ def _sequence(plan: Plan, config: DetectionConfig) -> Iterator[str]:
         off = "is off" if not config.batch_former.enabled else f"mixes no images in mode {config.batch_former.mode}"
         yield f"Batch attention {off}"
         return
-    yield f"Batch attention spans {_spans(plan.sequence)}; accumulation does not increase this"
+    span = plan.sequence
+    yield (
+        f"Batch attention spans {span.used} images (with batch_former.gather {span.gathered}, without {span.alone}); "
+        "accumulation does not increase this"
+    )
     if plan.sequence.used < 2:
         yield "  an image attends only to itself: raise train.batch_size, or set batch_former.gather=true on more GPUs"
-
-
-def _spans(sequence: AttentionSpan) -> str:
-    on, off = f"with batch_former.gather {sequence.gathered}", f"without {sequence.alone}"
-    return f"{sequence.used} images ({on}, {off})"
 
 
 def _rates(rates: Rates | None, plan: Plan, config: DetectionConfig) -> Iterator[str]:
@@ -174,14 +169,10 @@ def assumptions(plan: Plan, config: DetectionConfig, machine: Machine) -> Iterat
         f"allowance: {_gb(CONTEXT)} for CUDA and its libraries and {ALLOWANCE:.0%} of the rest for workspaces, NCCL, "
         "gradients of activations and fragmentation: rules of thumb"
     )
+    plain = "plain PyTorch, because the compiled ones are not built here"
     yield (
         "scaled dot product attention does not store its weights (fused kernel); our operators are "
-        + (
-            "the compiled ones"
-            if kernels_assumed("cuda")
-            else "plain PyTorch, because the compiled ones are not built here"
-        )
-        + "; train.compile may need less"
+        f"{'the compiled ones' if kernels_assumed('cuda') else plain}; train.compile may need less"
     )
     if config.model.masks:
         half = config.train.precision != "float32" and not torch.cuda.is_available()
@@ -222,10 +213,6 @@ def _gb(size: float) -> str:
 
 
 def _duration(days: float) -> str:
-    return (
-        f"{days:.1f} days"
-        if days >= 1
-        else f"{24 * days:.1f} hours"
-        if days >= 1 / 24
-        else f"{1440 * days:.1f} minutes"
-    )
+    if days >= 1:
+        return f"{days:.1f} days"
+    return f"{24 * days:.1f} hours" if days >= 1 / 24 else f"{1440 * days:.1f} minutes"

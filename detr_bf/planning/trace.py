@@ -66,9 +66,9 @@ class Sizes:
         parameters = list(model.parameters())
         stored = {id(tensor): tensor for tensor in model.state_dict(keep_vars=True).values()}
         return cls(
-            sum(map(bytes_of, (*parameters, *model.buffers()))),
-            sum(bytes_of(tensor) for tensor in parameters if tensor.requires_grad),
-            sum(map(bytes_of, stored.values())),
+            sum(tensor.nbytes for tensor in (*parameters, *model.buffers())),
+            sum(tensor.nbytes for tensor in parameters if tensor.requires_grad),
+            sum(tensor.nbytes for tensor in stored.values()),
         )
 
 
@@ -200,7 +200,7 @@ class Recorder(TorchDispatchMode):
             flops = own(inputs, self._processes)
         elif known is not None:
             flops = known(*args, **kwargs, out_val=result)
-        moved = sum(min(tensor.untyped_storage().nbytes(), bytes_of(tensor)) for tensor in (*inputs, *_tensors(result)))
+        moved = sum(min(tensor.untyped_storage().nbytes(), tensor.nbytes) for tensor in (*inputs, *_tensors(result)))
         half = any(tensor.is_floating_point() and tensor.element_size() == 2 for tensor in inputs)
         kind = "half" if half else "convolution" if name == "convolution" else "float32"
         self.work.append(Work(name, int(flops), moved, kind, self._times[-1]))
@@ -220,7 +220,7 @@ class Recorder(TorchDispatchMode):
                             yield from self._hook_recomputed(layer)
                 elif isinstance(module, BatchEncoderLayer):
                     yield module.self_attn.out_proj.register_forward_pre_hook(
-                        lambda _, inputs: self.batch_attention.append(3 * bytes_of(inputs[0]))
+                        lambda _, inputs: self.batch_attention.append(3 * inputs[0].nbytes)
                     )
 
     def _hook(self, module: nn.Module, times: int | None) -> Iterator[RemovableHandle]:
@@ -241,7 +241,7 @@ class Recorder(TorchDispatchMode):
             self.layers.append(-self.live)
 
         def leave(_: Any, __: Any, result: Tensor) -> None:
-            self.layers[-1] += self.live - bytes_of(result)
+            self.layers[-1] += self.live - result.nbytes
 
         yield layer.register_forward_pre_hook(enter)
         yield layer.register_forward_hook(leave)
@@ -284,11 +284,6 @@ OWN_FLOPS: dict[str, Callable[[list[Tensor], int], int]] = {
 
 def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
-
-
-def bytes_of(tensor: Tensor) -> int:
-    """Return the bytes of all elements, also of those that share memory."""
-    return tensor.numel() * tensor.element_size()
 
 
 def kernels_assumed(device: str) -> bool:
@@ -343,14 +338,9 @@ class FusedAttention(TorchFunctionMode):
 def fused_attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0
 ) -> Tensor:
-    """Run the memory-efficient kernel.
+    """Run the memory-efficient kernel: query (R, H, Q, D), key and value (R, H, S, D).
 
-    Args:
-        query: (R, H, Q, D).
-        key: (R, H, S, D).
-        value: (R, H, S, D).
-        attn_mask: bool or a float bias, broadcastable to (R, H, Q, S).
-        dropout_p: dropout probability of the weights.
+    ``attn_mask`` is bool or a float bias, broadcastable to (R, H, Q, S).
     """
     bias = attn_mask
     if bias is not None:

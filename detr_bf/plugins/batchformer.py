@@ -64,9 +64,8 @@ class BatchFormerV2Plugin(BatchAttention[BatchFormerV2]):
 
     name = "batchformer_v2"
 
-    def attach(self, model: nn.Module) -> None:
+    def attach(self, vit: VisionTransformer) -> None:
         """Register the hooks on the chosen blocks."""
-        vit = require_vit(model)
         self.join(vit, self._hooks(vit))
         vars(vit)["forward_intermediates"] = self._forward_intermediates  # also called by get_intermediate_layers
 
@@ -98,16 +97,12 @@ class BatchFormerV2Plugin(BatchAttention[BatchFormerV2]):
             else:
                 yield vit.blocks[layer].register_forward_hook(partial(self._after, layer), with_kwargs=True)
 
-    def _before(
-        self, layer: int, block: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Tensor, ...], dict[str, Any]] | None:
+    def _before(self, layer: int, block: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> Any:
         self._check_mask(*args[1:], **kwargs)
         mixed = self._mix(layer, args[0])
         return None if mixed is args[0] else ((mixed, *args[1:]), kwargs)
 
-    def _after(
-        self, layer: int, block: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any], output: Tensor
-    ) -> Tensor:
+    def _after(self, layer: int, block: nn.Module, args: Any, kwargs: dict[str, Any], output: Tensor) -> Tensor:
         self._check_mask(*args[1:], **kwargs)
         return self._mix(layer, output)
 
@@ -185,10 +180,6 @@ class BatchFormerPlugin(BatchAttention[BatchFormer]):
 
     name = "batchformer"
 
-    def attach(self, model: nn.Module, readers: Sequence[nn.Module]) -> None:
-        """Register the hooks on the ``readers`` within ``model``."""
-        self.join(model, (reader.register_forward_pre_hook(self._before) for reader in readers))
-
     def _before(self, reader: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
         return (self.batch_former(args[0]), *args[1:]) if self.training else None
 
@@ -239,7 +230,7 @@ def add_batchformer(
         ),
         init,
     )
-    plugin.attach(model, readers)
+    plugin.join(model, (reader.register_forward_pre_hook(plugin._before) for reader in readers))
     return plugin
 
 

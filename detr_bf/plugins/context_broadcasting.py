@@ -60,11 +60,8 @@ class ContextBroadcasting(Plugin):
         kinds = {"end": ["block"], "both": ["attention", "block"]}.get(self.position, [self.position])
         return [f"{kind}_{layer}" for layer in self.layers for kind in kinds]
 
-    def attach(self, model: nn.Module) -> None:
+    def hooks_on(self, model: nn.Module) -> Iterator[RemovableHandle]:
         """Register the hooks on ``model``; in our encoder also on its layers, for their padding masks."""
-        self.join(model, self._hooks(model))
-
-    def _hooks(self, model: nn.Module) -> Iterator[RemovableHandle]:
         for place in self._places():
             kind, layer = place.split("_")
             module = parts_of_blocks(model, ATTENTIONS if kind == "attention" else FEED_FORWARDS)[int(layer)]
@@ -131,5 +128,5 @@ def add_context_broadcasting(
     if position in ("attention", "both"):
         parts_of_blocks(model, ATTENTIONS)
     plugin = ContextBroadcasting(where, scales, position)
-    plugin.attach(model)
+    plugin.join(model, plugin.hooks_on(model))
     return plugin

@@ -41,11 +41,7 @@ def patch_cosine(patches: Tensor) -> Tensor:
 
 
 def cosine_loss(last: Tensor) -> Tensor:
-    """(R, P, C) -> (): the mean of :func:`patch_cosine` over the images (L_cos, section 4).
-
-    Raises:
-        InputError: P is 1.
-    """
+    """(R, P, C) -> (): the mean of :func:`patch_cosine` over the images (L_cos, section 4); InputError if P is 1."""
     _check_several(last.shape[1])
     return patch_cosine(last).mean()
 
@@ -153,21 +149,16 @@ class DiversePatchLoss(Plugin):
 
     name = "diverse_patch"
 
-    def __init__(self, dim: int, num_classes: int, *, cosine: float, contrastive: float, mixing: float) -> None:
+    def __init__(
+        self, dim: int, num_classes: int, *, cosine: float, contrastive: float, mixing: float, prefix_tokens: int = 0
+    ) -> None:
         super().__init__()
         self.num_classes = num_classes
         self.weights = {"cosine": cosine, "contrastive": contrastive, "mixing": mixing}
         self.patch_head = nn.Linear(dim, num_classes) if mixing else None
-        self.prefix_tokens = 0
+        self.prefix_tokens = prefix_tokens
 
-    def attach(self, model: nn.Module) -> None:
-        """Register the hooks on the patch embedding and on the final norm."""
-        host: Any = _require_host(model)
-        self.prefix_tokens = 0 if isinstance(host, SwinTransformer) else host.num_prefix_tokens
-        sources = {"first": host.patch_embed, "last": host.norm}
-        self.join(host, (part.register_forward_hook(partial(self._keep, name)) for name, part in sources.items()))
-
-    def _keep(self, name: str, module: nn.Module, args: Any, output: Tensor) -> None:
+    def keep(self, name: str, module: nn.Module, args: Any, output: Tensor) -> None:
         if self.training:
             self._kept[name] = output.detach() if name == "first" else output
 
@@ -234,16 +225,24 @@ def add_diverse_patch(
             this plug-in, or is a Swin with the contrastive loss.
     """
     host: Any = _require_host(model)
-    if contrastive and isinstance(host, SwinTransformer):
+    swin = isinstance(host, SwinTransformer)
+    if contrastive and swin:
         raise InputError(
             f"contrastive={contrastive:g}: it compares each patch with the same patch of the first layer, but Swin "
             "merges many first patches into each of its last ones: set contrastive=0 "
             "(plugins.diverse_patch.contrastive=0)"
         )
-    swin = isinstance(host, SwinTransformer)
     _check_several(math.prod(host.layers[-1].output_resolution if swin else host.patch_embed.grid_size))
-    plugin = DiversePatchLoss(host.num_features, num_classes, cosine=cosine, contrastive=contrastive, mixing=mixing)
-    plugin.attach(model)
+    plugin = DiversePatchLoss(
+        host.num_features,
+        num_classes,
+        cosine=cosine,
+        contrastive=contrastive,
+        mixing=mixing,
+        prefix_tokens=0 if swin else host.num_prefix_tokens,
+    )
+    sources = {"first": host.patch_embed, "last": host.norm}
+    plugin.join(host, (part.register_forward_hook(partial(plugin.keep, name)) for name, part in sources.items()))
     return plugin
 
 

@@ -42,14 +42,6 @@ def keep_own_values(module: nn.Module, state: dict[str, Any], prefix: str, *_: A
             state.update(plugin.state_dict(prefix=f"{prefix}{name}."))
 
 
-class Plugins(nn.ModuleDict):
-    """Plug-ins of one model by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_load_state_dict_pre_hook(keep_own_values)
-
-
 class Plugin(nn.Module):
     """Base class of plug-ins. Features kept from a forward pass are not copied with the model."""
 
@@ -73,8 +65,11 @@ class Plugin(nn.Module):
                 f"a plug-in becomes a child of the model, and a {type(host).__name__} would call it like a layer: put "
                 "the layers into a module with its own forward"
             )
-        plugins = getattr(host, PREFIX, None) or Plugins()
-        assert isinstance(plugins, Plugins), f"the model uses the name {PREFIX} itself"
+        plugins = getattr(host, PREFIX, None)
+        if plugins is None:
+            plugins = nn.ModuleDict()
+            plugins.register_load_state_dict_pre_hook(keep_own_values)
+        assert isinstance(plugins, nn.ModuleDict), f"the model uses the name {PREFIX} itself"
         if self.name in plugins:
             raise InputError(f"the model has a plug-in {self.name} already: call its remove() first")
         reference = next(host.parameters())

@@ -178,52 +178,39 @@ class RelativeLocalizationLoss(Plugin):
         self.pool = pool
         self.prefix_tokens = prefix_tokens
 
-    def attach(self, model: nn.Module, sources: Sequence[nn.Module]) -> None:
+    def hooks_on(self, model: Any, sources: Sequence[nn.Module]) -> Iterator[RemovableHandle]:
         """Register hooks on the ``sources`` of tokens within ``model``; without sources on its last tokens."""
-        if isinstance(model, ResNet):
-            self.join(model, self._resnet_hooks(model))
+        first: nn.Module
+        last: nn.Module | None
+        if isinstance(model, Encoder):
+            first, last = model, None
+        elif isinstance(model, ResNet):
+            first, last = model.conv1, model.global_pool
         else:
-            hooks = self._encoder_hooks if isinstance(model, Encoder) else self._timm_hooks
-            self.join(model, hooks(model, sources))
-
-    def _resnet_hooks(self, model: Any) -> Iterator[RemovableHandle]:
-        yield model.conv1.register_forward_pre_hook(self._begin_without_grid)
-        yield model.global_pool.register_forward_pre_hook(self._end_maps)
-
-    def _timm_hooks(self, model: Any, sources: Sequence[nn.Module]) -> Iterator[RemovableHandle]:
-        yield model.patch_embed.register_forward_pre_hook(self._begin)
+            first, last = model.patch_embed, model.norm
+        yield first.register_forward_pre_hook(self._begin)
         for index, source in enumerate(sources):
             yield source.register_forward_hook(partial(self._keep_output, index))
-        yield model.norm.register_forward_pre_hook(partial(self._end, not sources))
-
-    def _encoder_hooks(self, model: Any, sources: Sequence[nn.Module]) -> Iterator[RemovableHandle]:
-        yield model.register_forward_pre_hook(self._begin_without_grid)
-        for index, source in enumerate(sources):
-            yield source.register_forward_hook(partial(self._keep_output, index))
-        yield model.register_forward_hook(partial(self._end_encoder, not sources))
+        if last is None:
+            yield model.register_forward_hook(partial(self._end_encoder, not sources))
+        else:
+            yield last.register_forward_pre_hook(partial(self._end, not sources))
 
     # "open" ends with the forward pass: activation checkpointing runs blocks again, and must not keep their tokens.
 
-    def _begin(self, patch_embed: Any, args: tuple[Tensor, ...]) -> None:
-        if self.training:
-            size = args[0].shape[-2:]
-            self._kept = {"grid": patch_embed.dynamic_feat_size(size), "tokens": {}, "open": True}
-
-    def _begin_without_grid(self, module: nn.Module, args: Any) -> None:
+    def _begin(self, module: Any, args: Any) -> None:
         if self.training:
             self._kept = {"tokens": {}, "open": True}
+            if hasattr(module, "dynamic_feat_size"):  # a patch embedding
+                self._kept["grid"] = module.dynamic_feat_size(args[0].shape[-2:])
 
     def _keep_output(self, index: int, module: nn.Module, args: Any, output: Tensor) -> None:
         if self._kept.get("open"):
             self._kept["tokens"][index] = output
 
-    def _end(self, last: bool, norm: nn.Module, args: tuple[Tensor, ...]) -> None:
+    def _end(self, last: bool, module: nn.Module, args: tuple[Tensor, ...]) -> None:
         if self._kept.pop("open", False) and last:
-            self._kept["tokens"][0] = args[0]
-
-    def _end_maps(self, pool: nn.Module, args: tuple[Tensor, ...]) -> None:
-        if self._kept.pop("open", False):
-            self._kept["tokens"][0] = args[0].permute(0, 2, 3, 1)
+            self._kept["tokens"][0] = args[0].movedim(1, -1) if isinstance(self._host[0], ResNet) else args[0]
 
     def _end_encoder(self, last: bool, encoder: nn.Module, args: Any, memory: TokenBatch) -> None:
         if self._kept.pop("open", False):
@@ -322,7 +309,7 @@ def add_relative_localization(
     ]
     prefix = model.num_prefix_tokens if isinstance(model, VisionTransformer) else 0
     plugin = RelativeLocalizationLoss(predictors, weight=weight, pool=pool, prefix_tokens=prefix)
-    plugin.attach(model, sources if every else ())
+    plugin.join(model, plugin.hooks_on(model, sources if every else ()))
     return plugin
 
 

@@ -18,7 +18,7 @@ from detr_bf.tasks.task import Task
 TASKS = {  # name -> (module, class)
     "detection": ("detr_bf.tasks.detection", "DetectionTask"),
     "classification": ("detr_bf.classification.task", "ClassificationTask"),
-    "masked_autoencoding": ("detr_bf.classification.masked_task", "MaskedTask"),
+    "masked_autoencoding": ("detr_bf.classification.task", "MaskedTask"),
 }
 
 __all__ = ["TASKS", "Task", "require_task", "task_class", "task_of"]

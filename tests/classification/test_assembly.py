@@ -9,7 +9,7 @@ import torch
 
 from detr_bf.classification.assembly import build_classifier, build_masked_autoencoder
 from detr_bf.classification.masked_config import MaskedConfig
-from detr_bf.classification.masked_task import initial_weights
+from detr_bf.classification.task import initial_weights
 from detr_bf.common.errors import InputError
 from detr_bf.config import load_config
 from detr_bf.engine import load_fitting

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,14 +14,12 @@ from PIL import Image
 from detr_bf.classification.augmentation import (
     BatchMix,
     EvalTransform,
-    MixedBatch,
     Normalize,
     Resize,
     TrainTransform,
     centre,
+    collate_mixed,
     cutout,
-    picture_of,
-    pixels_of,
     seeded,
     shifted,
 )
@@ -213,12 +212,6 @@ def test_resizing_is_pillows() -> None:
     assert Resize((9, 12), "bicubic")(pixels) is pixels
 
 
-@pytest.mark.parametrize("channels", [1, 3])
-def test_pictures_and_pixels_are_inverse(channels: int) -> None:
-    pixels = noise(channels, 4, 7)
-    assert torch.equal(pixels_of(picture_of(pixels)), pixels)
-
-
 def eval_transform(size: tuple[int, int], share: float, keep_ratio: bool) -> EvalTransform:
     return EvalTransform(size, share=share, keep_ratio=keep_ratio, interpolation="bilinear", mean=MEAN, std=STD)
 
@@ -351,7 +344,8 @@ def test_a_collated_batch_is_mixed_by_the_key_of_its_first_image() -> None:
         ([(0, 0, 1), (0, 1, 0)], 1),
         ([(0, 0, 0), (0, 1, 0)], 2),
     ]:
-        made = MixedBatch(note, seed)([(SampleKey(*key), samples[key[1]]) for key in keys])
+        keyed = [replace(samples[key[1]], seed=SampleKey(*key).sample_seed(seed)) for key in keys]
+        made = collate_mixed(note, keyed)
         assert made.indices.tolist() == [key[1] for key in keys]
     assert seeds[0] == seeds[1]
     assert len(set(seeds)) == 4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-from detr_bf.classification.augmentation import BatchMix, EvalTransform, MixedBatch, TrainTransform, WithKeys
+from detr_bf.classification.augmentation import BatchMix, EvalTransform, TrainTransform, collate_mixed
 from detr_bf.classification.batch import LabelledImages
 from detr_bf.classification.data import (
     ArrayImages,
@@ -59,7 +60,7 @@ def load(data: LabelledImageSet, workers: int = 0, epoch: int = 1, **settings: i
     """Load mixed batches of four."""
     batches = EpochBatches(len(data), 4, **{"seed": 5, "epoch": epoch, **settings})
     mix = BatchMix(3, mixup=0.8, cutmix=1.0, probability=1.0, switch=0.5, smoothing=0.1)
-    return list(make_loader(WithKeys(data), batches, collate=MixedBatch(mix, 5), workers=workers))
+    return list(make_loader(data, batches, collate=partial(collate_mixed, mix), workers=workers))
 
 
 def assert_same(first: list[LabelledImages], second: list[LabelledImages]) -> None:

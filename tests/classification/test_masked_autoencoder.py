@@ -15,11 +15,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from detr_bf.classification.masked_autoencoder import (
     MaskedAutoencoder,
-    MaskedCriterion,
     Reconstructed,
     initialize_as_published,
     into_images,
     into_patches,
+    reconstruction_loss,
     sine_positions,
     visible_indices,
 )
@@ -403,14 +403,14 @@ def test_gradients_are_those_of_finite_differences() -> None:
     result = example(2)
 
     def loss(predicted: torch.Tensor) -> torch.Tensor:
-        return MaskedCriterion()(Reconstructed(predicted, result.wanted, result.masked)).total
+        return reconstruction_loss(Reconstructed(predicted, result.wanted, result.masked)).total
 
     assert torch.autograd.gradcheck(loss, (result.predicted,))
 
 
 def test_the_loss_is_the_mean_of_the_streams_and_each_is_logged() -> None:
     result = example(4, num_streams=2)
-    report = MaskedCriterion()(result, None)
+    report = reconstruction_loss(result, None)
     per_image = result.loss_per_image
     torch.testing.assert_close(report.total, per_image.mean())
     torch.testing.assert_close(report.losses["loss_reconstruction"], per_image.mean())
@@ -418,7 +418,7 @@ def test_the_loss_is_the_mean_of_the_streams_and_each_is_logged() -> None:
     torch.testing.assert_close(report.logged["stream/clean"], per_image[:2].mean().detach())
     torch.testing.assert_close(report.logged["stream/batchformer"], per_image[2:].mean().detach())
     assert not any(value.requires_grad for value in report.logged.values())
-    assert not MaskedCriterion()(example(4)).logged
+    assert not reconstruction_loss(example(4)).logged
 
 
 def test_half_precision_is_computed_in_float32() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from detr_bf.classification.batch import ClassTargets, LabelledImages
 from detr_bf.classification.criterion import ClassifierCriterion, RideLoss, cross_entropy
-from detr_bf.classification.masked_autoencoder import MaskedCriterion
+from detr_bf.classification.masked_autoencoder import reconstruction_loss
 from detr_bf.common.devices import HostCopy, tensor_on
 from detr_bf.common.errors import InputError
 from detr_bf.common.structures import Batch
@@ -117,7 +117,7 @@ def test_the_loss_of_ride_does_not_wait() -> None:
 def test_a_step_of_a_masked_autoencoder_does_not_wait() -> None:
     model = autoencoder(batch_former()).train()
     with waits() as found:
-        MaskedCriterion()(model(marked(tiny_images.images()))).total.backward()
+        reconstruction_loss(model(marked(tiny_images.images()))).total.backward()
     assert found == []
 
 

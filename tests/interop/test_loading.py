@@ -16,9 +16,8 @@ from detr_bf.assembly import build_model, read_initial_weights
 from detr_bf.backbones.weights import load_network_weights as load_backbone
 from detr_bf.backbones.weights import read_network_file
 from detr_bf.classification.config import ClassifierConfig, ClassifierModelConfig
-from detr_bf.classification.masked_task import initial_weights
 from detr_bf.classification.network import read_network_weights
-from detr_bf.classification.task import read_classifier
+from detr_bf.classification.task import initial_weights, read_classifier
 from detr_bf.commands.convert import convert, deploy
 from detr_bf.common.errors import InputError, TrainingError
 from detr_bf.common.structures import Batch, ClassMap

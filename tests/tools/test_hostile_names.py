@@ -72,7 +72,7 @@ def test_a_classifier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ("config", "main", "drawing", "folder"),
     [
         (classifier_config, train_net, "detr_bf.classification.task.classification_sheet", "run"),
-        (masked_config, train_net, "detr_bf.classification.masked_task.reconstruction_sheet", "mae"),
+        (masked_config, train_net, "detr_bf.classification.task.reconstruction_sheet", "mae"),
     ],
 )
 def test_a_failing_picture_is_a_warning(
