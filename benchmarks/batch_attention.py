@@ -33,16 +33,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = operator_parser(__doc__, cases=CASES, batch_sizes=(2, 3, 4, 8))
     parser.add_argument("--positions", type=int, default=13_000, metavar="N", help="default %(default)s")
     parser.add_argument("--dropout", type=float, default=0.5, metavar="P", help="default %(default)s")
-    options = parser.parse_args(arguments)
-    return run_benchmark(run, options)
+    return run_benchmark(run, parser.parse_args(arguments))
 
 
 def run(options: argparse.Namespace) -> int:
     """Check, measure, print and write."""
     device = prepare(options)
     check(device)
-    measure(comparisons(options, device), options, device)
-    return 0
+    return measure(comparisons(options, device), options, device)
 
 
 def core(batch_size: int, positions: int, dropout: float, dtype: torch.dtype, device: torch.device) -> list[Contestant]:

@@ -32,6 +32,7 @@ OBJECTS = (3, 11, 5, 9)  # per image, cyclic; 7 on average, about as COCO
 MATCHING_SIZES = ((4, 100), (16, 300))  # images, queries
 MATCHING_LAYERS = 6
 
+NO_SCALING = torch.amp.GradScaler("cpu", enabled=False)  # of losses, which fp16 needs alone
 OFF, ON = "batch_former.enabled=false", "batch_former.enabled=true"
 TRAINING = {"off": OFF, "on": ON, "duplicate": "batch_former={enabled: true, mode: duplicate}"}
 INFERENCE = {"without": OFF, "without, again": OFF, "with": ON}
@@ -208,8 +209,20 @@ def training_step(
 ) -> None:
     """Run forward pass, loss, backward pass, clipping and optimiser step."""
     criterion(model(batch), batch.targets).total.backward()
-    nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
-    optimizer.step()
+    update(model, optimizer, clip_norm)
+
+
+def update(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    clip_norm: float,
+    scaler: torch.amp.GradScaler = NO_SCALING,
+) -> None:
+    """Run clipping and optimiser step; the gradients are removed."""
+    scaler.unscale_(optimizer)
+    nn.utils.clip_grad_norm_(model.parameters(), clip_norm or torch.inf)
+    scaler.step(optimizer)
+    scaler.update()
     optimizer.zero_grad(set_to_none=True)
 
 

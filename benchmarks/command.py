@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -69,6 +70,20 @@ def circumstances(options: argparse.Namespace) -> dict[str, Any]:
     """Return machine, number of threads and options for JSON."""
     given = {key: value for key, value in vars(options).items() if key != "output"}
     return {"machine": machine_info(), "threads": torch.get_num_threads(), **given}
+
+
+def moment(device: torch.device) -> Any:
+    """Return the time on a CPU, or an event on the stream of a GPU, which does not wait for it."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def seconds_between(begin: Any, end: Any) -> float:
+    """Return the seconds between two moments; a GPU must have reached the second one."""
+    return end - begin if isinstance(begin, float) else begin.elapsed_time(end) / 1000
 
 
 def print_header(*titles: str) -> None:

@@ -71,8 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser(__doc__, rounds=3)
     add_image_options(parser)
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=RECIPES, metavar="RECIPE", help="default all")
-    options = parser.parse_args(arguments)
-    return run_benchmark(run, options)
+    return run_benchmark(run, parser.parse_args(arguments))
 
 
 def run(options: argparse.Namespace) -> int:

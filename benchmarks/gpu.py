@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from command import moment, seconds_between
 from detr_bf.common.devices import float32_products
 from detr_bf.common.files import write_json
 from detr_bf.common.timing import Spread
@@ -157,11 +158,11 @@ def milliseconds(
             waste.zero_()
             if phase.cuda and launched:
                 torch.cuda._sleep(2_000_000)  # about 1 ms
-            begin = _moment(phase)
+            begin = moment(phase.device)
             function()
-            borders[name].append((begin, _moment(phase)))
+            borders[name].append((begin, moment(phase.device)))
     _wait(phase)
-    return {name: Spread.of([_elapsed(phase, *each) for each in found]) for name, found in borders.items()}
+    return {name: Spread.of([1e3 * seconds_between(*pair) for pair in pairs]) for name, pairs in borders.items()}
 
 
 def _rounds_within(phase: Phase, ways: Mapping[str, Callable[[], object]], budget: float) -> int:
@@ -176,19 +177,6 @@ def _rounds_within(phase: Phase, ways: Mapping[str, Callable[[], object]], budge
 def _wait(phase: Phase) -> None:
     if phase.cuda:
         torch.cuda.synchronize()
-
-
-def _moment(phase: Phase) -> Any:
-    if not phase.cuda:
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def _elapsed(phase: Phase, begin: Any, end: Any) -> float:
-    """Return milliseconds."""
-    return float(begin.elapsed_time(end)) if phase.cuda else 1e3 * (end - begin)
 
 
 def peak(phase: Phase, function: Callable[[], object]) -> float | None:

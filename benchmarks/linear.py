@@ -39,8 +39,7 @@ def run(options: argparse.Namespace) -> int:
         )
     device = prepare(options)
     onednn.SMALLEST_PRODUCT = 0
-    measure(comparisons(options), options, device)
-    return 0
+    return measure(comparisons(options), options, device)
 
 
 def comparisons(options: argparse.Namespace) -> Iterator[Comparison]:

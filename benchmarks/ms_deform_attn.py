@@ -45,8 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark and return its exit code."""
     parser = operator_parser(__doc__, cases=CASES, batch_sizes=(1, 2, 4))
     parser.add_argument("--scaling", action="store_true", help="compare 2 threads of ours with 1 instead")
-    options = parser.parse_args(arguments)
-    return run_benchmark(run, options)
+    return run_benchmark(run, parser.parse_args(arguments))
 
 
 def run(options: argparse.Namespace) -> int:
@@ -54,8 +53,7 @@ def run(options: argparse.Namespace) -> int:
     device = prepare(options)
     contestants = peers(device)
     check(contestants, device)
-    measure(comparisons(contestants, options, device), options, device)
-    return 0
+    return measure(comparisons(contestants, options, device), options, device)
 
 
 def peers(device: torch.device) -> dict[str, Op]:

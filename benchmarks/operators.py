@@ -116,8 +116,8 @@ def keep_memory() -> None:
         raise InputError("--keep-memory needs glibc (mallopt); omit it on this system")
 
 
-def measure(comparisons: Iterator[Comparison], options: argparse.Namespace, device: torch.device) -> None:
-    """Time the comparisons; print a row per pair and write the JSON after each comparison.
+def measure(comparisons: Iterator[Comparison], options: argparse.Namespace, device: torch.device) -> int:
+    """Time the comparisons; print a row per pair and write the JSON after each comparison; return exit code 0.
 
     The first function of a comparison is compared with each of the others.
     """
@@ -140,6 +140,7 @@ def measure(comparisons: Iterator[Comparison], options: argparse.Namespace, devi
         for title, seconds in times.items():
             medians = (f"{name} {Spread.of(values).median * 1e3:.3f} ms" for name, values in seconds.items())
             print(f"{title}: {', '.join(medians)}")
+    return 0
 
 
 def check_equal(ours: Tensor, theirs: Tensor, text: str) -> None:

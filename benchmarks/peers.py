@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cases import NUM_CLASSES, SEED, Setting, make_batch, make_optimizer, setting_of, training_step
+from cases import NUM_CLASSES, SEED, Setting, make_batch, make_optimizer, setting_of, training_step, update
 from command import cells, make_parser, print_header, run_benchmark, write_record
 from detr_bf.acceleration.allocator import keep_freed_memory
 from detr_bf.assembly import build_criterion, build_model
@@ -83,8 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--sizes", nargs="+", metavar="HxW", help="default 640x640 800x1333; of a step 480x640")
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=(2, 4), metavar="B", help="of a step")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings of all detectors")
-    options = parser.parse_intermixed_args(arguments)
-    return run_benchmark(run, options)
+    return run_benchmark(run, parser.parse_intermixed_args(arguments))
 
 
 def run(options: argparse.Namespace) -> int:
@@ -290,9 +289,7 @@ def peer_optimizer(config: DetectionConfig, peer: nn.Module) -> torch.optim.Opti
 def peer_step(peer: Any, optimizer: torch.optim.Optimizer, inputs: Mapping[str, Any], clip_norm: float) -> None:
     """Run forward pass, loss, backward pass, clipping and optimiser step."""
     peer(**inputs).loss.backward()
-    nn.utils.clip_grad_norm_(peer.parameters(), clip_norm)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+    update(peer, optimizer, clip_norm)
 
 
 # ---- streams ----

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor, nn
 
-from cases import SEED
+from cases import SEED, update
 from command import make_parser, print_header, run_benchmark, write_record
 from detr_bf.assembly.model import compile_model
 from detr_bf.assembly.training import PRECISIONS
@@ -184,11 +184,7 @@ class Step:
         """Run one step."""
         batch = self.batch if self.mix is None else self.mix(self.batch, next(self.seeds))
         self.scaler.scale(self.step(batch).total).backward()
-        self.scaler.unscale_(self.optimizer)
-        nn.utils.clip_grad_norm_(self.network.parameters(), self.clip_norm or torch.inf)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=True)
+        update(self.network, self.optimizer, self.clip_norm, self.scaler)
 
 
 class Evaluation:

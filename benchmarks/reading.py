@@ -46,8 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--objects", type=int, default=8, metavar="N", help="boxes of an image, default %(default)s")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, help="default all")
     parser.add_argument("--checks", action="store_true", help="run the checks of the annotations, too")
-    options = parser.parse_args(arguments)
-    return run_benchmark(run, options)
+    return run_benchmark(run, parser.parse_args(arguments))
 
 
 def run(options: argparse.Namespace) -> int:

@@ -38,8 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--preset", choices=PRESETS, default="small", help="small: minutes on a CPU; paper: DETR-R50, 800 x 1066"
     )
-    options = parser.parse_args(arguments)
-    return run_benchmark(run, options)
+    return run_benchmark(run, parser.parse_args(arguments))
 
 
 def run(options: argparse.Namespace) -> int:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import gc
 import sys
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,8 +20,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from cases import NUM_CLASSES, PRESETS, SEED, Preset, Setting, bytes_kept, make_batch, make_optimizer
-from command import CONFIGS, cells, make_parser, print_and_write, print_header, run_benchmark
+from cases import NUM_CLASSES, PRESETS, SEED, Preset, Setting, bytes_kept, make_batch, make_optimizer, update
+from command import CONFIGS, cells, make_parser, moment, print_and_write, print_header, run_benchmark, seconds_between
 from detr_bf.assembly import build_criterion, build_model
 from detr_bf.assembly.model import compile_model
 from detr_bf.common.devices import device_of
@@ -92,10 +91,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=("float32",), help="default float32")
     parser.add_argument("--height", type=int, default=800, help="pixels, default %(default)s")
     parser.add_argument("--width", type=int, default=1333, help="pixels, default %(default)s")
-    parser.add_argument("--compare", nargs="+", metavar="KEY=VALUE", help="settings to compare, joined by commas")
+    parser.add_argument(
+        "--compare", nargs="+", metavar="KEY=VALUE", help="settings to compare with the plain ones, joined by commas"
+    )
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings of all steps")
-    options = parser.parse_intermixed_args(arguments)
-    return run_benchmark(run, options)
+    return run_benchmark(run, parser.parse_intermixed_args(arguments))
 
 
 def run(options: argparse.Namespace) -> int:
@@ -205,11 +205,7 @@ class Step:
         total = self._loss()
         with self.watch.inside("loss"):  # until the backward pass reaches the border of the next part
             self.scaler.scale(total).backward()
-        self.scaler.unscale_(self.optimizer)
-        nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_norm or torch.inf)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=True)
+        update(self.model, self.optimizer, self.clip_norm, self.scaler)
         return self.watch.stop()
 
     def kept(self) -> int:
@@ -257,7 +253,7 @@ class Stopwatch:
     def start(self, part: str) -> None:
         """Assign the time from now on to ``part``."""
         self.part = part
-        self._borders.append((part, self._moment()))
+        self._borders.append((part, moment(self.device)))
 
     @contextmanager
     def inside(self, part: str) -> Iterator[None]:
@@ -274,20 +270,13 @@ class Stopwatch:
             torch.cuda.synchronize(self.device)
         seconds: dict[str, float] = defaultdict(float)
         for (part, begin), (_, end) in zip(self._borders, self._borders[1:], strict=False):
-            seconds[part] += begin.elapsed_time(end) / 1000 if self.device.type == "cuda" else end - begin
+            seconds[part] += seconds_between(begin, end)
         self._borders.clear()
         return dict(seconds)
 
     def border(self, value: Any, part: str) -> Any:
         """Return ``value``; when a gradient of its tensors arrives, the backward pass enters ``part``."""
         return _each_tensor(value, lambda tensor: _Border.apply(tensor, self, part) if tensor.requires_grad else tensor)
-
-    def _moment(self) -> Any:
-        if self.device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
 
 
 class TimedMatcher:

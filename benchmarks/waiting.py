@@ -44,8 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark and return its exit code."""
     parser = make_parser(__doc__, rounds=20, devices=("cpu",))
     parser.add_argument("--busy", type=int, nargs="+", default=(0, 1, 2, 4), metavar="N", help="busy processes beside")
-    options = parser.parse_args(arguments)
-    return run_benchmark(run, options)
+    return run_benchmark(run, parser.parse_args(arguments))
 
 
 def run(options: argparse.Namespace) -> int:
