@@ -51,7 +51,7 @@ def add_image_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run_benchmark(run: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
-    """Return the exit code of ``run``; there must be enough rounds for percentiles."""
+    """Check the number of rounds, run, and return the exit code."""
 
     def checked() -> int:
         if options.rounds < 2:

@@ -16,7 +16,7 @@ import numpy as np
 
 from detr_bf.common.errors import InputError, prefix_errors
 from detr_bf.common.text import counted, listed, printable
-from detr_bf.comparison.resampling import DifferenceEstimates, ImageTable, Resampled, resample, resample_differences
+from detr_bf.comparison.resampling import DifferenceEstimates, Resampled, resample, resample_differences
 from detr_bf.comparison.statistics import (
     CONFIDENCE,
     EXACT_SIGNS,
@@ -27,7 +27,7 @@ from detr_bf.comparison.statistics import (
     sign_flip_p,
     student_estimate,
 )
-from detr_bf.comparison.tables import table_from_dict
+from detr_bf.comparison.tables import ImageTable, table_from_dict
 
 RESULT_FORMAT = "detr_bf comparison 1"
 _PRIMARY = {"boxes": "AP", "panoptic": "PQ", "classifier": "top1"}  # by kind of table
@@ -208,7 +208,7 @@ def _cost(pairs: Sequence[_Pair], arm: str, baseline: str, records: Mapping[_Key
 
     Memory is that of the device if both cells have it, else that of the process.
     """
-    both = [(records[(arm, *pair)]["cost"], records[(baseline, *pair)]["cost"]) for pair in pairs]
+    both = [(records[arm, seed, fold]["cost"], records[baseline, seed, fold]["cost"]) for seed, fold in pairs]
     has_device = all(cost.get("device_memory_mib") for costs in both for cost in costs)
     memory = "device_memory_mib" if has_device else "peak_memory_mib"
     ratios: dict[str, Any] = {}
@@ -234,7 +234,7 @@ def _differences(
         pairs = _pairs(records, arm, other)
         if arm == other or not pairs:
             continue
-        cells = {pair: (found[(arm, *pair)], found[(other, *pair)]) for pair in pairs}
+        cells = {(seed, fold): (found[arm, seed, fold], found[other, seed, fold]) for seed, fold in pairs}
         metrics = {name: _metric_difference(own) for name, own in resample_differences(cells, share).items()}
         differences.append({"arm": arm, "against": other, "pairs": [list(p) for p in pairs], "metrics": metrics})
     _adjust([own["metrics"][primary] for own in differences])
