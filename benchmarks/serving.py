@@ -32,7 +32,6 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
-from urllib.request import urlopen
 
 import numpy as np
 import torch
@@ -204,8 +203,9 @@ def _is_ready(url: str) -> bool:
 
 def _batch_sizes(url: str) -> float:
     """Return the mean number of images of a batch."""
-    with urlopen(f"{url}/metrics", timeout=LIMIT) as answer:
-        lines = answer.read().decode().splitlines()
+    connection = _connection(url)
+    connection.request("GET", "/metrics")
+    lines = connection.getresponse().read().decode().splitlines()
     values = {line.partition(" ")[0]: float(line.partition(" ")[2]) for line in lines if not line.startswith("#")}
     return values["detr_bf_batch_size_sum"] / values["detr_bf_batch_size_count"]
 
