@@ -18,12 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from command import run_benchmark
 from detr_bf.acceleration.model import accelerate
 from detr_bf.batchformer import BatchFormerLayer
-from detr_bf.common.errors import InputError
-from detr_bf.common.terminal import run_tool
 from detr_bf.ops import batch_attention_packed
-from operators import DTYPES, TOLERANCE, Comparison, Contestant, both_directions, measure, operator_parser, prepare
+from operators import DTYPES, Comparison, Contestant, both_directions, check_equal, measure, operator_parser, prepare
 
 CASES = ("core", "layer")
 DIM, HEADS = 256, 4
@@ -34,16 +33,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = operator_parser(__doc__, cases=CASES, batch_sizes=(2, 3, 4, 8))
     parser.add_argument("--positions", type=int, default=13_000, metavar="N", help="default %(default)s")
     parser.add_argument("--dropout", type=float, default=0.5, metavar="P", help="default %(default)s")
-    options = parser.parse_args(arguments)
-    return run_tool(lambda: run(options))
+    return run_benchmark(run, parser.parse_args(arguments))
 
 
 def run(options: argparse.Namespace) -> int:
     """Check, measure, print and write."""
     device = prepare(options)
     check(device)
-    measure(comparisons(options, device), options, device)
-    return 0
+    return measure(comparisons(options, device), options, device)
 
 
 def core(batch_size: int, positions: int, dropout: float, dtype: torch.dtype, device: torch.device) -> list[Contestant]:
@@ -59,11 +56,11 @@ def core(batch_size: int, positions: int, dropout: float, dtype: torch.dtype, de
     def torchs() -> Tensor:
         return F.scaled_dot_product_attention(query, key, value, dropout_p=dropout).permute(2, 0, 1, 3)
 
-    def ourselves() -> Tensor:
-        return batch_attention_packed(ours, None, dropout)
-
     gradient = torch.randn(batch_size, positions, HEADS, DIM // HEADS, generator=generator).to(device, dtype)
-    return [Contestant(ourselves, [ours], gradient), Contestant(torchs, theirs, gradient)]
+    return [
+        Contestant(partial(batch_attention_packed, ours, None, dropout), [ours], gradient),
+        Contestant(torchs, theirs, gradient),
+    ]
 
 
 def layer(
@@ -97,9 +94,7 @@ def check(device: torch.device) -> None:
         if case == "core":
             theirs[1:] = [torch.stack([gradient.permute(2, 0, 1, 3) for gradient in theirs[1:]], 2)]
         for one, other in zip(ours, theirs, strict=True):
-            error = float((one.double() - other).abs().max() / other.abs().max())
-            if not error < TOLERANCE:
-                raise InputError(f"{case}: ours differs from torch's in float64 by {error:.1e} of the largest value")
+            check_equal(one, other, f"{case}: ours differs from torch's in float64")
 
 
 def comparisons(options: argparse.Namespace, device: torch.device) -> Iterator[Comparison]:

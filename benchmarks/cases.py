@@ -5,6 +5,7 @@ Shape legend: B images, L decoder layers, Q queries, K class logits, T objects o
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,7 +16,9 @@ import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
 
+from command import CONFIGS
 from detr_bf.assembly import build_criterion, build_groups, build_model
+from detr_bf.common.devices import device_of
 from detr_bf.common.structures import Batch, Outputs, PaddedTargets, Target
 from detr_bf.common.timing import Seconds, alternate
 from detr_bf.config import DetectionConfig, load_config
@@ -29,6 +32,7 @@ OBJECTS = (3, 11, 5, 9)  # per image, cyclic; 7 on average, about as COCO
 MATCHING_SIZES = ((4, 100), (16, 300))  # images, queries
 MATCHING_LAYERS = 6
 
+NO_SCALING = torch.amp.GradScaler("cpu", enabled=False)  # of losses, which fp16 needs alone
 OFF, ON = "batch_former.enabled=false", "batch_former.enabled=true"
 TRAINING = {"off": OFF, "on": ON, "duplicate": "batch_former={enabled: true, mode: duplicate}"}
 INFERENCE = {"without": OFF, "without, again": OFF, "with": ON}
@@ -49,20 +53,9 @@ class Preset:
         return load_config(self.recipe, ["model.backbone.weights=none", *self.overrides, *overrides], task="detection")
 
 
+_SMALL = ("backbone.name=resnet18", "hidden_dim=128", "feedforward_dim=512", "encoder_layers=3", "decoder_layers=3")
 PRESETS = {
-    "small": Preset(
-        192,
-        256,
-        4,
-        (
-            ON,
-            "model.backbone.name=resnet18",
-            "model.hidden_dim=128",
-            "model.feedforward_dim=512",
-            "model.encoder_layers=3",
-            "model.decoder_layers=3",
-        ),
-    ),
+    "small": Preset(192, 256, 4, (ON, *(f"model.{setting}" for setting in _SMALL))),
     "paper": Preset(800, 1066, 4, (ON,)),
 }
 
@@ -130,20 +123,18 @@ def measure_inference(setting: Setting) -> Measurement:
 
 def bytes_kept(model: nn.Module, loss: Callable[[], Tensor]) -> int:
     """Return the bytes that ``loss`` saves for the backward pass, without parameters and buffers of ``model``."""
-    known = {tensor.untyped_storage().data_ptr() for tensor in model.state_dict(keep_vars=True).values()}
-    found: dict[int, int] = {}
-    stored: list[Tensor] = []  # keeps storages alive, so that no address is reused
+    of_model = {tensor.untyped_storage().data_ptr() for tensor in model.state_dict(keep_vars=True).values()}
+    saved: dict[int, torch.UntypedStorage] = {}  # keeps storages alive, so that no address is reused
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in known:
-            found[storage.data_ptr()] = storage.nbytes()
-            stored.append(tensor)
+        if storage.data_ptr() not in of_model:
+            saved[storage.data_ptr()] = storage
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         loss()
-    return sum(found.values())
+    return sum(storage.nbytes() for storage in saved.values())
 
 
 def measure_matching(setting: Setting, images: int, queries: int) -> Measurement:
@@ -171,9 +162,8 @@ def match_layer_by_layer(matcher: HungarianMatcher, outputs: Outputs, targets: P
     """Match like ``matcher``, but with a cost matrix and a copy to the host for every decoder layer."""
     pairs = []
     for layer in range(len(outputs.logits)):
-        cost = (
-            matcher.cost(outputs.logits[layer : layer + 1], outputs.boxes[layer : layer + 1], targets)[0].cpu().numpy()
-        )
+        logits, boxes = outputs.logits[layer : layer + 1], outputs.boxes[layer : layer + 1]
+        cost = matcher.cost(logits, boxes, targets)[0].cpu().numpy()
         for row, count in enumerate(targets.counts):
             query, target = linear_sum_assignment(cost[row, :, :count])
             pairs.append(np.stack([np.full_like(query, layer), np.full_like(query, row), query, target]))
@@ -197,13 +187,42 @@ def make_optimizer(config: DetectionConfig, model: Detector) -> torch.optim.Opti
     return build_optimizer(build_groups(config, model))
 
 
+def setting_of(
+    recipe: str, options: argparse.Namespace, *overrides: str, height: int, width: int, batch_size: int
+) -> Setting:
+    """Return the images and the recipe, a file below ``configs``, on the device and in the rounds of the options."""
+    preset = Preset(height, width, batch_size, (*overrides, f"device={options.device}"), CONFIGS / f"{recipe}.yaml")
+    return Setting(preset, device_of(preset.config().device), options.rounds)
+
+
+def make_step(setting: Setting) -> partial[None]:
+    """Build a model with the weights of the seed, and return its :func:`training_step`."""
+    config = setting.preset.config()
+    torch.manual_seed(SEED)
+    model = build_model(config, NUM_CLASSES).to(setting.device).train()
+    optimizer, criterion = make_optimizer(config, model), build_criterion(config)
+    return partial(training_step, model, optimizer, criterion, make_batch(setting), config.optimizer.clip_norm)
+
+
 def training_step(
     model: Detector, optimizer: torch.optim.Optimizer, criterion: SetCriterion, batch: Batch, clip_norm: float
 ) -> None:
     """Run forward pass, loss, backward pass, clipping and optimiser step."""
     criterion(model(batch), batch.targets).total.backward()
-    nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
-    optimizer.step()
+    update(model, optimizer, clip_norm)
+
+
+def update(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    clip_norm: float,
+    scaler: torch.amp.GradScaler = NO_SCALING,
+) -> None:
+    """Run clipping and optimiser step; the gradients are removed."""
+    scaler.unscale_(optimizer)
+    nn.utils.clip_grad_norm_(model.parameters(), clip_norm or torch.inf)
+    scaler.step(optimizer)
+    scaler.update()
     optimizer.zero_grad(set_to_none=True)
 
 

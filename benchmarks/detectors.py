@@ -9,7 +9,7 @@ import argparse
 import gc
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -17,14 +17,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from cases import NUM_CLASSES, SEED, Preset, Setting, bytes_kept, make_batch, make_optimizer, training_step
-from command import CONFIGS, add_image_options, cells, check_rounds, circumstances, make_parser
+from cases import Setting, bytes_kept, make_batch, make_step, setting_of
+from command import add_image_options, cells, make_parser, print_and_write, print_header, run_benchmark
 from detr_bf.acceleration import onednn
-from detr_bf.assembly import build_criterion, build_model
-from detr_bf.common.devices import device_of
-from detr_bf.common.files import write_json
 from detr_bf.common.structures import Batch
-from detr_bf.common.terminal import run_tool
 from detr_bf.common.timing import Spread, paired_ratios
 from detr_bf.detectors import Detector
 from detr_bf.losses import SetCriterion
@@ -75,51 +71,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser(__doc__, rounds=3)
     add_image_options(parser)
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=RECIPES, metavar="RECIPE", help="default all")
-    options = parser.parse_args(arguments)
-    return run_tool(lambda: run(options))
+    return run_benchmark(run, parser.parse_args(arguments))
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure; print and write row by row, so that an interruption keeps finished rows."""
-    check_rounds(options.rounds)
-    print("| | parameters, M | GFLOPs an image | step / DETR's | 10th to 90th | memory / DETR's |\n" + "|---" * 6 + "|")
-    rows = []
-    for recipe in options.recipes:
-        for row in measure(recipe, options):
-            print(row, flush=True)
-            rows.append(asdict(row))
-        if options.output is not None:
-            write_json(options.output, {**circumstances(options), "rows": rows})
-    return 0
+    """Measure, print and write."""
+    print_header("", "parameters, M", "GFLOPs an image", "step / DETR's", "10th to 90th", "memory / DETR's")
+    return print_and_write((row for recipe in options.recipes for row in measure(recipe, options)), options)
 
 
 def measure(recipe: str, options: argparse.Namespace) -> Iterator[Row]:
     """Measure the recipe without and with BatchFormerV2, in turn with the baseline."""
-    contestants = {"baseline": (BASELINE, WITHOUT), "without": (recipe, WITHOUT), "with": (recipe, WITH)}
-    models, steps, kept = {}, {}, {}
-    for name, (path, override) in contestants.items():
-        preset = Preset(options.height, options.width, options.batch_size, (override,), CONFIGS / f"{path}.yaml")
-        setting = Setting(preset, device_of(preset.config(f"device={options.device}").device), options.rounds)
-        config = preset.config()
-        torch.manual_seed(SEED)
-        model = build_model(config, NUM_CLASSES).to(setting.device).train()
-        optimizer, criterion = make_optimizer(config, model), build_criterion(config)
-        batch = make_batch(setting)
-        models[name] = model
+    size = {"height": options.height, "width": options.width, "batch_size": options.batch_size}
+    steps, kept = {}, {}
+    for name, path, override in (("baseline", BASELINE, WITHOUT), ("without", recipe, WITHOUT), ("with", recipe, WITH)):
+        setting = setting_of(path, options, override, **size)
+        steps[name] = make_step(setting)
+        model, _, criterion, batch, _ = steps[name].args
         kept[name] = bytes_kept(model, partial(_loss, model, criterion, batch))
-        steps[name] = partial(training_step, model, optimizer, criterion, batch, config.optimizer.clip_norm)
     seconds = setting.time(steps, recipe, warmup=1)
     for name in ("without", "with"):
+        model = steps[name].args[0]
         yield Row(
             recipe,
             name == "with",
-            sum(p.numel() for p in models[name].parameters()),
-            flops(models[name], setting) / 1e9,
+            sum(p.numel() for p in model.parameters()),
+            flops(model, setting) / 1e9,
             Spread.of(paired_ratios(seconds, name, "baseline")),
             kept[name],
             kept[name] / kept["baseline"],
         )
-    del models, steps
+    del model, steps
     gc.collect()
 
 

@@ -13,21 +13,17 @@ from __future__ import annotations
 import argparse
 import json
 import resource
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 
 import torch
 
-from cases import NUM_CLASSES, Preset, Setting, make_batch
-from command import CONFIGS, cells, check_rounds, circumstances, make_parser
+from cases import NUM_CLASSES, make_batch, setting_of
+from command import cells, make_parser, measured_in_process, print_header, run_benchmark, write_record
 from detr_bf.acceleration.allocator import keep_freed_memory
 from detr_bf.assembly import build_model
-from detr_bf.common.files import write_json
-from detr_bf.common.terminal import run_tool
 from detr_bf.common.timing import Spread, paired_ratios
 from step import Step
 
@@ -46,31 +42,26 @@ MIB = 2**20
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark and return its exit code."""
     options = make_parser(__doc__, rounds=3, devices=("cpu",), cases=CASES).parse_args(arguments)
-    return run_tool(lambda: run(options))
+    return run_benchmark(run, options)
 
 
 def run(options: argparse.Namespace) -> int:
     """Measure; print and write case by case."""
-    check_rounds(options.rounds)
     rows = []
-    print("| case | freed memory kept | s | / default | 10th to 90th | pages | peak, MiB |")
-    print("|---" * 7 + "|")
+    print_header("case", "freed memory kept", "s", "/ default", "10th to 90th", "pages", "peak, MiB")
     for case in options.cases:
-        found = {way: [] for way in WAYS}  # type: dict[str, list[dict[str, float]]]
+        measured: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
         for _ in range(options.rounds):
             for way in WAYS:
-                command = [sys.executable, str(Path(__file__).resolve()), "--measure", case, way]
-                done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-                found[way].append(json.loads(done.stdout.splitlines()[-1]))
-        seconds = {way: [each["seconds"] for each in measured] for way, measured in found.items()}
-        for way, measured in found.items():
-            pages, peak = (Spread.of([each[key] for each in measured]).median for key in ("pages", "peak"))
+                measured[way].append(measured_in_process(__file__, "--measure", case, way))
+        seconds = {way: [call["seconds"] for call in calls] for way, calls in measured.items()}
+        for way, calls in measured.items():
+            pages, peak = (Spread.of([call[key] for call in calls]).median for key in ("pages", "peak"))
             ratio = cells(Spread.of(paired_ratios(seconds, way, DEFAULT)))
             middle = Spread.of(seconds[way]).median
             print(f"| {case} | {way} | {middle:.2f} | {ratio} {pages:,.0f} | {peak / MIB:.0f} |", flush=True)
-        rows.append({"case": case, "measured": found})
-        if options.output is not None:
-            write_json(options.output, {**circumstances(options), "rows": rows})
+        rows.append({"case": case, "measured": measured})
+        write_record(options, rows=rows)
     return 0
 
 
@@ -91,11 +82,11 @@ def measure(case: str, way: str) -> None:
 def call_of(case: str) -> Callable[[], object]:
     """Return a training step, or a forward pass in evaluation."""
     recipe, height, width, images, training = CASES[case]
-    preset = Preset(height, width, images, ("device=cpu",), CONFIGS / f"{recipe}.yaml")
-    setting = Setting(preset, torch.device("cpu"), 2)
+    options = argparse.Namespace(device="cpu", rounds=2)
+    setting = setting_of(recipe, options, height=height, width=width, batch_size=images)
     if training:
         return Step(setting, "float32")
-    model = build_model(preset.config(), NUM_CLASSES).eval()
+    model = build_model(setting.preset.config(), NUM_CLASSES).eval()
     return partial(torch.no_grad()(model), make_batch(setting))
 
 

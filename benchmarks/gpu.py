@@ -17,7 +17,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,13 +26,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from command import moment, seconds_between
 from detr_bf.common.devices import float32_products
 from detr_bf.common.files import write_json
 from detr_bf.common.timing import Spread
 from detr_bf.ops import batch_attention_packed, library, ms_deform_attn
 from detr_bf.ops.build import digest_of_sources
 from detr_bf.report import machine_info
-from ms_deform_attn import CHANNELS, HEADS, POINTS, SHAPES, STARTS, make_inputs, peers
+from ms_deform_attn import CHANNELS, HEADS, POINTS, SHAPES, STARTS, deterministic, make_inputs, peers
 
 START = time.monotonic()
 VARIANTS = "DETR_BF_CUDA_VARIANTS"  # environment variable that chooses kernels
@@ -157,11 +158,11 @@ def milliseconds(
             waste.zero_()
             if phase.cuda and launched:
                 torch.cuda._sleep(2_000_000)  # about 1 ms
-            begin = _moment(phase)
+            begin = moment(phase.device)
             function()
-            borders[name].append((begin, _moment(phase)))
+            borders[name].append((begin, moment(phase.device)))
     _wait(phase)
-    return {name: Spread.of([_elapsed(phase, *each) for each in found]) for name, found in borders.items()}
+    return {name: Spread.of([1e3 * seconds_between(*pair) for pair in pairs]) for name, pairs in borders.items()}
 
 
 def _rounds_within(phase: Phase, ways: Mapping[str, Callable[[], object]], budget: float) -> int:
@@ -176,19 +177,6 @@ def _rounds_within(phase: Phase, ways: Mapping[str, Callable[[], object]], budge
 def _wait(phase: Phase) -> None:
     if phase.cuda:
         torch.cuda.synchronize()
-
-
-def _moment(phase: Phase) -> Any:
-    if not phase.cuda:
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def _elapsed(phase: Phase, begin: Any, end: Any) -> float:
-    """Return milliseconds."""
-    return float(begin.elapsed_time(end)) if phase.cuda else 1e3 * (end - begin)
 
 
 def peak(phase: Phase, function: Callable[[], object]) -> float | None:
@@ -234,19 +222,6 @@ def with_variants(names: str, function: Callable[..., Any]) -> Callable[..., Any
             return function(*arguments)
         finally:
             os.environ.pop(VARIANTS)
-
-    return run
-
-
-def deterministic(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function in torch's deterministic mode."""
-
-    def run(*arguments: Any) -> Any:
-        torch.use_deterministic_algorithms(True)
-        try:
-            return function(*arguments)
-        finally:
-            torch.use_deterministic_algorithms(False)
 
     return run
 
@@ -392,18 +367,13 @@ def training_ways(
         labels = [{"class_labels": each.labels, "boxes": each.boxes} for each in batch.targets]
         inputs = {**peer_inputs(model.to(phase.device), batch), "labels": labels}
 
-        def their_loss() -> Tensor:
-            with half():
-                loss: Tensor = peer(**inputs).loss
-            return loss
-
+        their_loss = half(lambda: peer(**inputs).loss)
         functions[THEIRS] = partial(_step, their_loss, peer, peer_optimizer(config, peer))
     model = model.to(phase.device).train()
+    forward = half(model)
 
     def our_loss() -> Tensor:
-        with half():
-            outputs = model(batch)
-        return criterion(outputs, batch.targets).total
+        return criterion(forward(batch), batch.targets).total
 
     return {OURS: partial(_step, our_loss, model, make_optimizer(config, model)), **functions}
 
@@ -419,7 +389,7 @@ def _step(loss: Callable[[], Tensor], model: torch.nn.Module, optimizer: torch.o
 def inference(phase: Phase) -> None:
     """Forward passes of our detectors and of transformers', in turn on the same GPU."""
     from cases import make_batch
-    from peers import OURS, THEIRS, output_difference, peer_inputs, peer_of, random_model
+    from peers import OURS, THEIRS, last_layer, output_difference, peer_inputs, peer_of, peer_outputs, random_model
 
     cases = (("rtdetr_r18", "160x160", 1, "float32"),) if phase.quick else INFERENCES
     for name, size, images, precision in cases:
@@ -432,8 +402,7 @@ def inference(phase: Phase) -> None:
             peer = peer_of(model, setting.preset.config()).to(phase.device)
             model = model.to(phase.device)
             inputs = peer_inputs(model, batch)
-
-            ways = {OURS: partial(_ours, model, batch, half), THEIRS: partial(_theirs, peer, inputs, half)}
+            ways = {OURS: half(partial(last_layer, model, batch)), THEIRS: half(partial(peer_outputs, peer, inputs))}
             if precision == "float32":
                 phase.note(case=title, **output_difference(ways[OURS](), ways[THEIRS]()))
             _note_ways(phase, title, ways, images, budget=0.7)
@@ -441,32 +410,20 @@ def inference(phase: Phase) -> None:
                 _note_kernels(phase, title, ways[OURS])
 
 
-def _ours(model: Any, batch: Any, half: Callable[[], Any]) -> tuple[Tensor, Tensor]:
-    with half():
-        outputs = model(batch)
-    return outputs.logits[-1], outputs.boxes[-1]
-
-
-def _theirs(peer: Any, inputs: Mapping[str, Any], half: Callable[[], Any]) -> tuple[Tensor, Tensor]:
-    with half():
-        outputs = peer(**inputs)
-    return outputs.logits, outputs.pred_boxes
-
-
 def setting_of(phase: Phase, name: str, size: str, images: int) -> Any:
     """Return images and recipe of a detector."""
-    from cases import Preset, Setting
-    from command import CONFIGS
+    import cases
     from detr_bf.interop.transformers_folder import transformers_library
 
     transformers_library().utils.logging.disable_progress_bar()
     height, width = map(int, size.split("x"))
-    recipe = CONFIGS / name.partition("_r")[0] / f"{name}.yaml"
-    return Setting(Preset(height, width, images, (f"device={phase.device}",), recipe), phase.device, 2)
+    options = argparse.Namespace(device=str(phase.device), rounds=2)
+    recipe = f"{name.partition('_r')[0]}/{name}"
+    return cases.setting_of(recipe, options, height=height, width=width, batch_size=images)
 
 
-def _autocast(phase: Phase, precision: str) -> Callable[[], Any]:
-    return partial(torch.autocast, phase.device.type, torch.bfloat16) if precision == "bf16" else nullcontext
+def _autocast(phase: Phase, precision: str) -> torch.autocast:
+    return torch.autocast(phase.device.type, torch.bfloat16, enabled=precision == "bf16")
 
 
 def _note_ways(phase: Phase, title: str, ways: Mapping[str, Callable[[], object]], images: int, budget: float) -> None:

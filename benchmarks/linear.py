@@ -16,10 +16,10 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
+from command import run_benchmark
 from detr_bf.acceleration import onednn
 from detr_bf.common.errors import InputError
-from detr_bf.common.terminal import run_tool
-from operators import TOLERANCE, Comparison, Contestant, both_directions, measure, operator_parser, prepare
+from operators import Comparison, Contestant, both_directions, check_equal, measure, operator_parser, prepare
 
 CASES = ("256 to 256", "256 to 1024", "1024 to 256", "256 to 2048", "2048 to 256")
 
@@ -27,7 +27,7 @@ CASES = ("256 to 256", "256 to 1024", "1024 to 256", "256 to 2048", "2048 to 256
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark and return its exit code."""
     options = operator_parser(__doc__, cases=CASES, batch_sizes=(300, 1000, 4000, 13_000)).parse_args(arguments)
-    return run_tool(lambda: run(options))
+    return run_benchmark(run, options)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -39,8 +39,7 @@ def run(options: argparse.Namespace) -> int:
         )
     device = prepare(options)
     onednn.SMALLEST_PRODUCT = 0
-    measure(comparisons(options), options, device)
-    return 0
+    return measure(comparisons(options), options, device)
 
 
 def comparisons(options: argparse.Namespace) -> Iterator[Comparison]:
@@ -56,9 +55,7 @@ def comparisons(options: argparse.Namespace) -> Iterator[Comparison]:
             gradient = torch.randn(rows, wider, generator=generator)
             ours, theirs = (Contestant(partial(call, *leaves), leaves, gradient) for call in (onednn.linear, F.linear))
             for found, expected in zip(ours.forward_and_backward(), theirs.forward_and_backward(), strict=True):
-                error = float((found - expected).abs().max() / expected.abs().max())
-                if not error < TOLERANCE:
-                    raise InputError(f"{case}: ours differs from torch's by {error:.1e} of the largest value")
+                check_equal(found, expected, f"{case}: ours differs from torch's")
             yield from both_directions(case, rows, ours, theirs)
 
 

@@ -35,13 +35,12 @@ import torch
 import torchvision
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Subset
 
-from command import CONFIGS, cells, check_rounds, circumstances, make_parser
+from command import CONFIGS, cells, make_parser, print_header, run_benchmark, write_record
 from detr_bf.assembly.data import build_loader, build_train_data
 from detr_bf.backbones.backbone import MEAN, STD, normalize
 from detr_bf.common.errors import InputError
 from detr_bf.common.files import write_json
 from detr_bf.common.structures import Batch, ClassMap, Detections
-from detr_bf.common.terminal import run_tool
 from detr_bf.common.timing import Spread, alternate, paired_ratios
 from detr_bf.config import load_config
 from detr_bf.data.batches import EpochBatches
@@ -68,16 +67,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--workers", type=int, nargs="+", default=(0, 1, 2), metavar="N", help="default 0 1 2")
     parser.add_argument("--batch-size", type=int, default=2, metavar="B", help="default %(default)s")
     options = parser.parse_args(arguments)
-    return run_tool(lambda: {"evaluation": run_evaluation, "loader": run_loader}[options.part](options))
+    return run_benchmark({"evaluation": run_evaluation, "loader": run_loader}[options.part], options)
 
 
 def run_evaluation(options: argparse.Namespace) -> int:
     """Measure, compare, print and write the evaluation.
 
     Raises:
-        InputError: too few rounds or images.
+        InputError: too few images.
     """
-    check_rounds(options.rounds)
     count = 5000 if options.count is None else options.count
     if count < 1:
         raise InputError(f"--count must be 1 or more; got {count}")
@@ -92,14 +90,12 @@ def run_evaluation(options: argparse.Namespace) -> int:
     same = case.numbers[PYCOCOTOOLS] == case.numbers[OURS] == case.numbers[METRICS]
     print(f"{count:,} images, {len(case.results):,} detections; AP {case.numbers[OURS][0]:.4f}, ", end="")
     print(f"the twelve numbers are {'identical' if same else 'DIFFERENT'}")
-    print("| way | s | pycocotools / way | 10th to 90th |\n|---|---|---|---|")
+    print_header("way", "s", "pycocotools / way", "10th to 90th")
     for way, times in seconds.items():
         ratio = Spread.of(paired_ratios(seconds, PYCOCOTOOLS, way))
         print(f"| {way} | {Spread.of(times).median:.2f} | {cells(ratio)}", flush=True)
-    if options.output is not None:
-        rows = [{"way": way, "seconds": times} for way, times in seconds.items()]
-        numbers = {"numbers": case.numbers, "identical": same}
-        write_json(options.output, {**circumstances(options), "count": count, **numbers, "rows": rows})
+    rows = [{"way": way, "seconds": times} for way, times in seconds.items()]
+    write_record(options, count=count, numbers=case.numbers, identical=same, rows=rows)
     return 0 if same else 1
 
 
@@ -201,8 +197,7 @@ def random_detections(count: int) -> tuple[dict[str, Any], list[Detections]]:
         {"id": number, "file_name": f"{number:012d}.jpg", "height": HEIGHT, "width": WIDTH}
         for number in range(1, count + 1)
     ]
-    pairs = zip(CLASSES.category_ids, CLASSES.names, strict=True)
-    categories = [{"id": category_id, "name": name} for category_id, name in pairs]
+    categories = [{"id": key, "name": name} for key, name in zip(CLASSES.category_ids, CLASSES.names, strict=True)]
     return {"images": images, "annotations": annotations, "categories": categories}, found
 
 
@@ -217,9 +212,8 @@ def run_loader(options: argparse.Namespace) -> int:
     """Measure, print and write the loaders, one number of workers after the other.
 
     Raises:
-        InputError: too few rounds, paths are missing, or the checkout is not DETR's.
+        InputError: paths are missing, or the checkout is not DETR's.
     """
-    check_rounds(options.rounds)
     if options.images is None or options.annotations is None:
         raise InputError("the loader needs --images DIR and --annotations FILE")
     if options.batch_size < 1 or min(options.workers) < 0:
@@ -234,23 +228,20 @@ def run_loader(options: argparse.Namespace) -> int:
     peer = None if options.detr is None else detr_loader(options, count)
     rows = []
     print(f"{count} images, batch {options.batch_size}")
-    print("| workers | way | images/s | DETR / way | 10th to 90th |\n|---|---|---|---|---|")
+    print_header("workers", "way", "images/s", "DETR / way", "10th to 90th")
     for workers in options.workers:
         config.data.workers = workers
-        make, epoch = (
-            build_loader(config, torch.device("cpu")),
-            EpochBatches(count, options.batch_size, seed=0, epoch=0),
-        )
+        make = build_loader(config, torch.device("cpu"))
+        epoch = EpochBatches(count, options.batch_size, seed=0, epoch=0)
         ways = {OURS: partial(_exhaust, make(data, epoch)), NORMALISED: partial(_normalise, make(data, epoch))}
         if peer is not None:
             ways[DETR] = partial(_exhaust, peer(workers))
         seconds = alternate(ways, options.rounds, warmup=1, description=f"{workers} workers")
         for way, times in seconds.items():
-            ratio = f"{cells(Spread.of(paired_ratios(seconds, DETR, way)))}" if peer else "| |"
+            ratio = cells(Spread.of(paired_ratios(seconds, DETR, way))) if peer else "| |"
             print(f"| {workers} | {way} | {count / Spread.of(times).median:.1f} | {ratio}", flush=True)
         rows.append({"workers": workers, "seconds": seconds})
-        if options.output is not None:
-            write_json(options.output, {**circumstances(options), "count": count, "rows": rows})
+        write_record(options, count=count, rows=rows)
     return 0
 
 

@@ -19,11 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from detr_bf.common.errors import InputError
-from detr_bf.common.terminal import run_tool
+from command import run_benchmark
 from detr_bf.ops import ms_deform_attn
 from detr_bf.ops.reference import ms_deform_attn_reference
-from operators import DTYPES, TOLERANCE, Comparison, Functions, measure, operator_parser, prepare
+from operators import DTYPES, Comparison, Functions, check_equal, measure, operator_parser, prepare
 
 SHAPES = ((100, 134), (50, 67), (25, 34), (13, 17))  # for an image of 800 x 1066 pixels
 CELLS = sum(height * width for height, width in SHAPES)
@@ -33,10 +32,7 @@ CASES = ("encoder_local", "encoder_uniform", "decoder")
 REACH = 4.0  # cells between local samples and their query, as in a new Deformable DETR
 
 PEERS = {  # name -> module and attribute
-    "transformers": (
-        "transformers.models.deformable_detr.modeling_deformable_detr",
-        "MultiScaleDeformableAttention",
-    ),
+    "transformers": ("transformers.models.deformable_detr.modeling_deformable_detr", "MultiScaleDeformableAttention"),
     "torch-ms-deform-attn": ("torch_ms_deform_attn", "ms_deform_attn"),
     "deformops": ("deformops.registry", "msda"),
 }
@@ -49,8 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark and return its exit code."""
     parser = operator_parser(__doc__, cases=CASES, batch_sizes=(1, 2, 4))
     parser.add_argument("--scaling", action="store_true", help="compare 2 threads of ours with 1 instead")
-    options = parser.parse_args(arguments)
-    return run_tool(lambda: run(options))
+    return run_benchmark(run, parser.parse_args(arguments))
 
 
 def run(options: argparse.Namespace) -> int:
@@ -58,8 +53,7 @@ def run(options: argparse.Namespace) -> int:
     device = prepare(options)
     contestants = peers(device)
     check(contestants, device)
-    measure(comparisons(contestants, options, device), options, device)
-    return 0
+    return measure(comparisons(contestants, options, device), options, device)
 
 
 def peers(device: torch.device) -> dict[str, Op]:
@@ -133,9 +127,7 @@ def check(contestants: dict[str, Op], device: torch.device) -> None:
     expected = _output_and_gradients(contestants["grid_sample"], [tensor.double() for tensor in inputs])
     for name, op in contestants.items():
         for ours, theirs in zip(_output_and_gradients(op, inputs), expected, strict=True):
-            error = ((ours.double() - theirs).abs().max() / theirs.abs().max()).item()
-            if not error < TOLERANCE:
-                raise InputError(f"{name} differs from the reference in float64 by {error:.1e} of the largest value")
+            check_equal(ours, theirs, f"{name} differs from the reference in float64")
 
 
 def _output_and_gradients(op: Op, inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -155,7 +147,7 @@ def comparisons(contestants: dict[str, Op], options: argparse.Namespace, device:
                 if options.scaling:
                     functions = {f"{number} threads": partial(_with_threads, number, ours) for number in (2, 1)}
                 elif device.type == "cuda" and once is not forward:
-                    functions["detr_bf, deterministic"] = partial(_deterministically, ours)
+                    functions["detr_bf, deterministic"] = deterministic(ours)
                 yield Comparison(case, batch_size, direction, functions)
 
 
@@ -170,12 +162,17 @@ def _with_threads(number: int, function: Callable[[], object]) -> None:
     function()
 
 
-def _deterministically(function: Callable[[], object]) -> None:
-    torch.use_deterministic_algorithms(True)
-    try:
-        function()
-    finally:
-        torch.use_deterministic_algorithms(False)
+def deterministic(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function in torch's deterministic mode."""
+
+    def run(*arguments: Any) -> Any:
+        torch.use_deterministic_algorithms(True)
+        try:
+            return function(*arguments)
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+    return run
 
 
 if __name__ == "__main__":

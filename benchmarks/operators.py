@@ -6,13 +6,13 @@ import argparse
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from command import cells, check_rounds, circumstances, make_parser
+from command import cells, make_parser, print_header, write_record
 from detr_bf.common.errors import InputError
-from detr_bf.common.files import write_json
 from detr_bf.common.timing import Seconds, Spread, alternate, paired_ratios
 from detr_bf.ops import library
 
@@ -96,7 +96,6 @@ def operator_parser(
 
 def prepare(options: argparse.Namespace) -> torch.device:
     """Apply the options; return the device, which must have compiled kernels."""
-    check_rounds(options.rounds)
     device = torch.device(options.device)
     if not library.compiled(device):
         raise InputError(f"the compiled kernels do not run on {device}: {library.PROBLEMS[device.type]}")
@@ -117,38 +116,39 @@ def keep_memory() -> None:
         raise InputError("--keep-memory needs glibc (mallopt); omit it on this system")
 
 
-def measure(comparisons: Iterator[Comparison], options: argparse.Namespace, device: torch.device) -> None:
-    """Time the comparisons; print a row per pair and write the JSON after each comparison.
+def measure(comparisons: Iterator[Comparison], options: argparse.Namespace, device: torch.device) -> int:
+    """Time the comparisons; print a row per pair and write the JSON after each comparison; return exit code 0.
 
     The first function of a comparison is compared with each of the others.
     """
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    print("| case | B | direction | | speed-up | 10th to 90th |\n|---|---|---|---|---|---|")
-    rows, times = [], {}
+    print_header("case", "B", "direction", "", "speed-up", "10th to 90th")
+    rows: list[dict[str, Any]] = []
+    times: dict[str, Seconds] = {}
     for comparison in comparisons:
-        seconds = alternate(
-            comparison.functions, options.rounds, warmup=1, synchronize=wait, description=str(comparison)
-        )
-        times[str(comparison)] = seconds
-        for row in compare(comparison, seconds):
+        title = str(comparison)
+        times[title] = alternate(comparison.functions, options.rounds, warmup=1, synchronize=wait, description=title)
+        contestant, *baselines = comparison.functions
+        for baseline in baselines:
+            speedup = Spread.of(paired_ratios(times[title], baseline, contestant))
+            case = (comparison.case, comparison.batch_size, comparison.direction)
+            row = Row(*case, contestant, baseline, speedup)
             print(row, flush=True)
             rows.append(asdict(row))
-        if options.output is not None:
-            write_json(options.output, {**circumstances(options), "rows": rows, "seconds": times})
-    if device.type == "cuda":
-        print_milliseconds(times)
+        write_record(options, rows=rows, seconds=times)
+    if device.type == "cuda":  # milliseconds are meaningful on a GPU without other work
+        for title, seconds in times.items():
+            medians = (f"{name} {Spread.of(values).median * 1e3:.3f} ms" for name, values in seconds.items())
+            print(f"{title}: {', '.join(medians)}")
+    return 0
 
 
-def compare(comparison: Comparison, seconds: Seconds) -> Iterator[Row]:
-    """Compare the first function with each of the others."""
-    contestant, *baselines = seconds
-    for baseline in baselines:
-        speedup = Spread.of(paired_ratios(seconds, baseline, contestant))
-        yield Row(comparison.case, comparison.batch_size, comparison.direction, contestant, baseline, speedup)
+def check_equal(ours: Tensor, theirs: Tensor, text: str) -> None:
+    """Compare two results before their functions are timed.
 
-
-def print_milliseconds(times: dict[str, Seconds]) -> None:
-    """Print median times, which are meaningful on a GPU without other work."""
-    for title, seconds in times.items():
-        medians = ", ".join(f"{name} {Spread.of(values).median * 1e3:.3f} ms" for name, values in seconds.items())
-        print(f"{title}: {medians}")
+    Raises:
+        InputError: they differ, so that times mean nothing; the message begins with ``text``.
+    """
+    error = ((ours.double() - theirs).abs().max() / theirs.abs().max()).item()
+    if not error < TOLERANCE:
+        raise InputError(f"{text} by {error:.1e} of the largest value")

@@ -22,9 +22,8 @@ import torch
 from torchvision.tv_tensors import BoundingBoxes, BoundingBoxFormat, Image
 from tqdm import tqdm
 
-from command import circumstances
+from command import print_and_write, print_header
 from detr_bf.common.errors import InputError
-from detr_bf.common.files import write_json
 from detr_bf.common.terminal import run_tool
 from detr_bf.common.timing import Spread
 from detr_bf.config import load_config
@@ -32,6 +31,7 @@ from detr_bf.data.batches import EpochBatches, aspect_buckets, derive_seed
 from detr_bf.data.coco import annotated_size
 from detr_bf.data.transforms import Sample, SampleTransform, train_transform
 
+Epochs = Sequence[tuple[int, int, np.ndarray]]  # seed, epoch and sizes (images, 2) after the transforms
 RECORD = Path(__file__).parent / "results" / "padding.json"
 
 
@@ -65,10 +65,6 @@ class Sizes:
                 "expected a COCO JSON of two images or more, all with both"
             )
         return cls(path.name, known)
-
-    def counts(self) -> list[tuple[int, int, int]]:
-        """Return (height, width, number of images) of each size."""
-        return [(*size, count) for size, count in Counter(self.images).items()]
 
 
 @dataclass(frozen=True)
@@ -109,19 +105,20 @@ def run(options: argparse.Namespace) -> int:
         )
     sizes = Sizes.read(options.annotations)
     epochs = list(simulated_epochs(sizes, options.seeds, options.epochs))
-    print("| batch size | buckets | padding | 10th to 90th | pixels / without buckets |\n|---|---|---|---|---|")
-    rows = []
+    counts = [(*size, count) for size, count in Counter(sizes.images).items()]
+    print_header("batch size", "buckets", "padding", "10th to 90th", "pixels / without buckets")
+    rows = measure(sizes, epochs, options)
+    return print_and_write(rows, options, annotations=str(options.annotations), source=sizes.source, sizes=counts)
+
+
+def measure(sizes: Sizes, epochs: Epochs, options: argparse.Namespace) -> Iterator[Row]:
+    """Yield the rows of all batch sizes and numbers of buckets."""
     for batch_size in options.batch_sizes:
         without = shares(sizes, epochs, batch_size, 1)
         for buckets in options.buckets:
             found = shares(sizes, epochs, batch_size, buckets)
             pixels = statistics.fmean((1 - one) / (1 - other) for one, other in zip(without, found, strict=True))
-            rows.append(Row(batch_size, buckets, statistics.fmean(found), Spread.of(found), pixels))
-            print(rows[-1], flush=True)
-    if options.output is not None:
-        setup = {**circumstances(options), "annotations": str(options.annotations), "source": sizes.source}
-        write_json(options.output, {**setup, "rows": [asdict(row) for row in rows], "sizes": sizes.counts()})
-    return 0
+            yield Row(batch_size, buckets, statistics.fmean(found), Spread.of(found), pixels)
 
 
 def simulated_epochs(sizes: Sizes, seeds: int, epochs: int) -> Iterator[tuple[int, int, np.ndarray]]:
@@ -145,7 +142,7 @@ def transformed(size: tuple[int, int], transform: SampleTransform) -> tuple[int,
     return height, width
 
 
-def shares(sizes: Sizes, epochs: Sequence[tuple[int, int, np.ndarray]], batch_size: int, buckets: int) -> list[float]:
+def shares(sizes: Sizes, epochs: Epochs, batch_size: int, buckets: int) -> list[float]:
     """Return the share of padding in all batches of each epoch."""
     groups = aspect_buckets(sizes.images, buckets)
     found = []

@@ -28,16 +28,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cases import NUM_CLASSES, SEED, Preset, Setting, make_batch, make_optimizer, training_step
-from command import CONFIGS, cells, check_rounds, circumstances, make_parser
+from cases import NUM_CLASSES, SEED, Setting, make_batch, make_optimizer, setting_of, training_step, update
+from command import cells, make_parser, print_header, run_benchmark, write_record
 from detr_bf.acceleration.allocator import keep_freed_memory
 from detr_bf.assembly import build_criterion, build_model
 from detr_bf.assembly.model import build_postprocess
 from detr_bf.backbones.backbone import normalize
-from detr_bf.common.devices import device_of
-from detr_bf.common.files import write_json
 from detr_bf.common.structures import Batch, ClassMap, Outputs
-from detr_bf.common.terminal import run_tool
 from detr_bf.common.timing import Spread, paired_ratios
 from detr_bf.config import DetectionConfig, config_to_dict
 from detr_bf.detectors import Detector
@@ -86,26 +83,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--sizes", nargs="+", metavar="HxW", help="default 640x640 800x1333; of a step 480x640")
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=(2, 4), metavar="B", help="of a step")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings of all detectors")
-    options = parser.parse_intermixed_args(arguments)
-    return run_tool(lambda: run(options))
+    return run_benchmark(run, parser.parse_intermixed_args(arguments))
 
 
 def run(options: argparse.Namespace) -> int:
     """Measure; print and write row by row, so that an interruption keeps finished rows."""
-    check_rounds(options.rounds)
     transformers_library().utils.logging.disable_progress_bar()
     versions = {name: version(name) for name in ("transformers", "onnxruntime")}
     rows: list[dict[str, Any]] = []
     if options.device == "cpu" and "inference" not in options.what:
         keep_freed_memory(large=True)  # as our training does; here also for transformers
     for what in options.what:
-        print(f"\n| {what} | way | ms | / baseline | 10th to 90th | |\n|---|---|---|---|---|---|")
+        print()
+        print_header(what, "way", "ms", "/ baseline", "10th to 90th", "")
         for name in options.detectors:
             for row in MEASURES[what](name, options) if what == "inference" or name in TRAINED else ():
                 print(row, flush=True)
                 rows.append({"what": what, **asdict(row)})
-                if options.output is not None:
-                    write_json(options.output, {**circumstances(options), **versions, "rows": rows})
+                write_record(options, **versions, rows=rows)
             gc.collect()
     return 0
 
@@ -114,13 +109,13 @@ def settings(
     name: str, options: argparse.Namespace, *overrides: str, suffix: str = "", step: bool = False
 ) -> Iterator[tuple[str, Setting]]:
     """Yield a title and the images and recipe of a detector, for every size and, of a training step, batch size."""
-    recipe = CONFIGS / name.partition("_r")[0] / f"{name}{suffix}.yaml"
+    recipe = f"{name.partition('_r')[0]}/{name}{suffix}"
     sizes = options.sizes or (("480x640",) if step else ("640x640", "800x1333"))
     for size, batch_size in product(sizes, options.batch_sizes if step else (1,)):
         height, width = map(int, size.split("x"))
-        preset = Preset(height, width, batch_size, (f"device={options.device}", *options.overrides, *overrides), recipe)
         title = f"{name}, {height} x {width}" + (f", B = {batch_size}" if step else "")
-        yield title, Setting(preset, device_of(preset.config().device), options.rounds)
+        changes = (*options.overrides, *overrides)
+        yield title, setting_of(recipe, options, *changes, height=height, width=width, batch_size=batch_size)
 
 
 def random_model(config: DetectionConfig) -> Detector:
@@ -174,9 +169,9 @@ def inference(name: str, options: argparse.Namespace) -> Iterator[Row]:
             continue
         pixels = torch.randint(0, 256, (1, 3, *size), dtype=torch.uint8, generator=generator)
         batch = Batch(pixels, torch.zeros(1, *size, dtype=torch.bool)).to(setting.device)
-        ours, theirs = partial(_ours, model, batch), partial(_theirs, peer, peer_inputs(model, batch))
+        ours, theirs = partial(last_layer, model, batch), partial(peer_outputs, peer, peer_inputs(model, batch))
         ways: dict[str, Callable[[], Outcome]] = {OURS: ours, THEIRS: theirs}
-        ways |= {} if exported is None else {ONNX: partial(_ours, exported, batch)}
+        ways |= {} if exported is None else {ONNX: partial(last_layer, exported, batch)}
         half = torch.autocast(options.device, torch.bfloat16)
         ways |= {OURS_HALF: half(ours), THEIRS_HALF: half(theirs)}
         ways = {way: function for way, function in ways.items() if way in (THEIRS, *options.ways)}
@@ -202,12 +197,14 @@ def onnx_of(model: Detector, config: DetectionConfig) -> OnnxDetector:
         return OnnxDetector(str(path), path.name)
 
 
-def _ours(model: Callable[[Batch], Outputs], batch: Batch) -> Outcome:
+def last_layer(model: Callable[[Batch], Outputs], batch: Batch) -> Outcome:
+    """Return logits and boxes of our detector."""
     outputs = model(batch)
     return outputs.logits[-1], outputs.boxes[-1]
 
 
-def _theirs(peer: Any, inputs: Mapping[str, Tensor]) -> Outcome:
+def peer_outputs(peer: Any, inputs: Mapping[str, Tensor]) -> Outcome:
+    """Return logits and boxes of the detector of transformers."""
     output = peer(**inputs)
     return output.logits, output.pred_boxes
 
@@ -292,9 +289,7 @@ def peer_optimizer(config: DetectionConfig, peer: nn.Module) -> torch.optim.Opti
 def peer_step(peer: Any, optimizer: torch.optim.Optimizer, inputs: Mapping[str, Any], clip_norm: float) -> None:
     """Run forward pass, loss, backward pass, clipping and optimiser step."""
     peer(**inputs).loss.backward()
-    nn.utils.clip_grad_norm_(peer.parameters(), clip_norm)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+    update(peer, optimizer, clip_norm)
 
 
 # ---- streams ----

@@ -12,13 +12,10 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from itertools import accumulate
 from pathlib import Path
 
@@ -26,12 +23,9 @@ import torch
 import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, profile
 
-from cases import NUM_CLASSES, SEED, Preset, Setting, make_batch, make_optimizer, training_step
-from command import CONFIGS, check_rounds, circumstances, make_parser
+from cases import NUM_CLASSES, Preset, Setting, make_step
+from command import CONFIGS, cells, make_parser, measured_in_process, print_and_write, print_header, run_benchmark
 from detr_bf.acceleration.allocator import keep_freed_memory
-from detr_bf.assembly import build_criterion, build_model
-from detr_bf.common.files import write_json
-from detr_bf.common.terminal import run_tool
 from detr_bf.common.timing import Spread, paired_ratios
 from detr_bf.planning import Gpu, trace
 
@@ -70,51 +64,43 @@ class Row:
     def __str__(self) -> str:
         allocated, resident = (self.planned_bytes / each for each in (self.allocated_bytes, self.resident_bytes))
         return (
-            f"| {self.case} | {self.planned_seconds:.2f} | {self.measured_seconds:.2f} | {self.time.median:.2f} | "
-            f"{self.time.low:.2f} to {self.time.high:.2f} | {self.planned_bytes / MIB:.0f} | "
-            f"{self.allocated_bytes / MIB:.0f} | {allocated:.2f} | {self.resident_bytes / MIB:.0f} | {resident:.2f} |"
+            f"| {self.case} | {self.planned_seconds:.2f} | {self.measured_seconds:.2f} | {cells(self.time)} "
+            f"{self.planned_bytes / MIB:.0f} | {self.allocated_bytes / MIB:.0f} | {allocated:.2f} | "
+            f"{self.resident_bytes / MIB:.0f} | {resident:.2f} |"
         )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark and return its exit code."""
     options = make_parser(__doc__, rounds=3, devices=("cpu",), cases=CASES).parse_args(arguments)
-    return run_tool(lambda: run(options))
+    return run_benchmark(run, options)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure; print and write row by row."""
-    check_rounds(options.rounds)
+    """Measure, print and write."""
     keep_freed_memory()
     cpu = measured_rates()
     print(
         f"matrix products {1000 * cpu.float32:.0f} GFLOP/s, convolutions {1000 * cpu.tf32:.0f} GFLOP/s, "
         f"memory {cpu.bandwidth:.1f} GB/s"
     )
-    print(
-        "| | planned, s | measured, s | planned / measured | 10th to 90th | planned, MiB | allocated, MiB | ratio | "
-        "resident, MiB | ratio |"
+    print_header(
+        *("", "planned, s", "measured, s", "planned / measured", "10th to 90th"),
+        *("planned, MiB", "allocated, MiB", "ratio", "resident, MiB", "ratio"),
     )
-    print("|---" * 10 + "|")
-    rows = []
-    for case in options.cases:
-        row = measure(case, cpu, options.rounds)
-        print(row, flush=True)
-        rows.append(asdict(row))
-        if options.output is not None:
-            write_json(options.output, {**circumstances(options), "rates": asdict(cpu), "rows": rows})
-    return 0
+    rows = (measure(case, cpu, options.rounds) for case in options.cases)
+    return print_and_write(rows, options, rates=asdict(cpu))
 
 
 def measured_rates() -> Gpu:
     """Return the rates of this CPU: matrix products, convolutions of 3 x 3 and copies."""
-    side, channels, cells = 1024, 256, 64
+    side, channels, size = 1024, 256, 64
     one, other = torch.rand(side, side), torch.rand(side, side)
-    images = torch.rand(1, channels, cells, cells).contiguous(memory_format=torch.channels_last)
+    images = torch.rand(1, channels, size, size).contiguous(memory_format=torch.channels_last)
     weight = torch.rand(channels, channels, 3, 3).contiguous(memory_format=torch.channels_last)
     large, copy = torch.rand(2**26), torch.empty(2**26)
     products = 2 * side**3 / shortest(lambda: one @ other)
-    convolutions = 2 * 9 * channels**2 * cells**2 / shortest(lambda: F.conv2d(images, weight, padding=1))
+    convolutions = 2 * 9 * channels**2 * size**2 / shortest(lambda: F.conv2d(images, weight, padding=1))
     moved = 2 * 4 * len(large) / shortest(lambda: copy.copy_(large))
     return Gpu("this CPU", products / 1e12, convolutions / 1e12, products / 1e12, 0, moved / 1e9, bf16=False)
 
@@ -136,15 +122,6 @@ def setting_of(case: str, rounds: int = 2) -> Setting:
     return Setting(Preset(height, width, images, overrides, CONFIGS / f"{recipe}.yaml"), torch.device("cpu"), rounds)
 
 
-def step_of(setting: Setting) -> partial[None]:
-    """Return a training step."""
-    config = setting.preset.config()
-    torch.manual_seed(SEED)
-    model = build_model(config, NUM_CLASSES).train()
-    optimizer, criterion = make_optimizer(config, model), build_criterion(config)
-    return partial(training_step, model, optimizer, criterion, make_batch(setting), config.optimizer.clip_norm)
-
-
 def measure(case: str, cpu: Gpu, rounds: int) -> Row:
     """Measure one case, in turn with the baseline."""
     setting, baseline = setting_of(case, rounds), setting_of(next(iter(CASES)), rounds)
@@ -153,25 +130,23 @@ def measure(case: str, cpu: Gpu, rounds: int) -> Row:
         traced = trace(it.preset.config(), NUM_CLASSES, (it.preset.height, it.preset.width), device="cpu")
         planned.append(2 * traced.sizes.trainable + max(traced.needed, traced.sizes.trainable))
         least.append(cpu.least_seconds(traced.work))
-    seconds = setting.time({"case": step_of(setting), "baseline": step_of(baseline)}, case, warmup=1)
+    seconds = setting.time({"case": make_step(setting), "baseline": make_step(baseline)}, case, warmup=1)
     gc.collect()
     factor = least[0] / least[1]
     ratios = [factor / ratio for ratio in paired_ratios(seconds, "case", "baseline")]
-    command = [sys.executable, str(Path(__file__).resolve()), "--memory", case]
-    measured = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     return Row(
         case,
         factor * Spread.of(seconds["baseline"]).median,
         Spread.of(seconds["case"]).median,
         Spread.of(ratios),
         planned[0],
-        *json.loads(measured.splitlines()[-1]),
+        *measured_in_process(__file__, "--memory", case),
     )
 
 
 def print_memory(case: str) -> None:
     """Print the bytes that torch allocates at most, with the moments, and those by which two steps let it grow."""
-    step = step_of(setting_of(case))
+    step = make_step(setting_of(case))
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = _resident("VmRSS")
     for _ in range(2):

@@ -17,8 +17,8 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor, nn
 
-from cases import SEED
-from command import check_rounds, circumstances, make_parser
+from cases import SEED, update
+from command import make_parser, print_header, run_benchmark, write_record
 from detr_bf.assembly.model import compile_model
 from detr_bf.assembly.training import PRECISIONS
 from detr_bf.classification.assembly import build_classifier, build_classifier_criterion, image_optimizer
@@ -26,8 +26,6 @@ from detr_bf.classification.assembly_data import build_mix
 from detr_bf.classification.batch import ClassTargets, LabelledImages
 from detr_bf.classification.config import ClassifierConfig
 from detr_bf.common.devices import device_of
-from detr_bf.common.files import write_json
-from detr_bf.common.terminal import run_tool
 from detr_bf.common.timing import Seconds, Spread, alternate, paired_ratios
 from detr_bf.config import load_config
 from detr_bf.engine import TrainingStep
@@ -91,40 +89,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", metavar="NAME", help=f"a ViT of timm; default {small}, on CUDA {large}")
     parser.add_argument("--batch-size", type=int, metavar="B", help=f"default {few}, on CUDA {many}")
     parser.add_argument("--image-size", type=int, default=224, metavar="PIXELS", help="default %(default)s")
-    parser.add_argument(
-        "--only",
-        nargs="+",
-        choices=VARIANTS,
-        default=tuple(VARIANTS),
-        metavar="NAME",
-        help=f"of {', '.join(VARIANTS)}",
-    )
+    names = ", ".join(VARIANTS)
+    parser.add_argument("--only", nargs="+", choices=VARIANTS, default=[*VARIANTS], metavar="NAME", help=f"of {names}")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings of all models")
     options = parser.parse_intermixed_args(arguments)
     gc.freeze()  # shorten garbage collections, which may happen in a timed step
     try:
-        return run_tool(lambda: run(options))
+        return run_benchmark(run, options)
     finally:
         gc.unfreeze()
 
 
 def run(options: argparse.Namespace) -> int:
     """Measure; print and write row by row, so that an interruption keeps finished rows."""
-    check_rounds(options.rounds)
     kind = device_of(load_config(None, [f"device={options.device}"], task="classification").device).type
     model, batch_size = DEFAULTS[kind]
     options.model = options.model or model
     options.batch_size = batch_size if options.batch_size is None else options.batch_size
     size = f"{options.batch_size} images of {options.image_size} pixels"
     print(f"{options.model}, {size}, {kind}, torch {torch.__version__}")
-    print("\n| | | time / plain's | 10th to 90th | published |\n" + "|---" * 5 + "|")
-    given, rows, times = circumstances(options), [], {}
+    print()
+    print_header("", "", "time / plain's", "10th to 90th", "published")
+    rows, times = [], {}
     for row, seconds in measure(options):
         print(row, flush=True)
         rows.append(asdict(row))
         times[f"{row.timed}, {row.variant}"] = seconds
-        if options.output is not None:
-            write_json(options.output, {**given, "rows": rows, "seconds": times})
+        write_record(options, rows=rows, seconds=times)
     return 0
 
 
@@ -193,11 +184,7 @@ class Step:
         """Run one step."""
         batch = self.batch if self.mix is None else self.mix(self.batch, next(self.seeds))
         self.scaler.scale(self.step(batch).total).backward()
-        self.scaler.unscale_(self.optimizer)
-        nn.utils.clip_grad_norm_(self.network.parameters(), self.clip_norm or torch.inf)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=True)
+        update(self.network, self.optimizer, self.clip_norm, self.scaler)
 
 
 class Evaluation:

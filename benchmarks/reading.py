@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import resource
-import subprocess
 import sys
 import tempfile
 import time
@@ -26,10 +24,8 @@ from typing import Any
 
 import numpy as np
 
-from command import check_rounds, circumstances, make_parser
+from command import make_parser, measured_in_process, print_header, run_benchmark, write_record
 from detr_bf.common.errors import InputError
-from detr_bf.common.files import write_json
-from detr_bf.common.terminal import run_tool
 from detr_bf.common.timing import Spread
 from detr_bf.data import coco
 from detr_bf.data.checks.annotations import CHECKS
@@ -50,17 +46,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--objects", type=int, default=8, metavar="N", help="boxes of an image, default %(default)s")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, help="default all")
     parser.add_argument("--checks", action="store_true", help="run the checks of the annotations, too")
-    options = parser.parse_args(arguments)
-    return run_tool(lambda: run(options))
+    return run_benchmark(run, parser.parse_args(arguments))
 
 
 def run(options: argparse.Namespace) -> int:
     """Write the file, measure, print and write.
 
     Raises:
-        InputError: no images, or too few rounds.
+        InputError: no images.
     """
-    check_rounds(options.rounds)
     if min(options.images, options.objects) < 1:
         raise InputError(f"--images and --objects must be 1 or more; got {options.images} and {options.objects}")
     with tempfile.TemporaryDirectory() as folder:
@@ -72,8 +66,7 @@ def run(options: argparse.Namespace) -> int:
             for way in options.ways:
                 measured[way].append(_in_process(way, path, options.checks))
     print(f"{options.images:,} images, {options.images * options.objects:,} boxes, {size / 1e6:,.0f} MB")
-    print("| way | reading, s | of the first way | data set, s | checks, s | memory, MB | private, MB |")
-    print("|---|---|---|---|---|---|---|")
+    print_header("way", "reading, s", "of the first way", "data set, s", "checks, s", "memory, MB", "private, MB")
     first = options.ways[0]
     for way, rows in measured.items():
         ratios = [row["read"] / other["read"] for row, other in zip(rows, measured[first], strict=True)]
@@ -81,8 +74,7 @@ def run(options: argparse.Namespace) -> int:
         times = f"{middle['read']:.2f} | {Spread.of(ratios).median:.2f} | {middle['dataset']:.2f}"
         checks = f"{middle['checks']:.1f}" if options.checks else ""
         print(f"| {way} | {times} | {checks} | {middle['memory']:.0f} | {middle['private']:.0f} |", flush=True)
-    if options.output is not None:
-        write_json(options.output, {**circumstances(options), "file_bytes": size, "measured": measured})
+    write_record(options, file_bytes=size, measured=measured)
     return 0
 
 
@@ -100,17 +92,9 @@ def write_annotations(path: Path, images: int, objects: int) -> None:
             boxes = (random.random((objects, 4)) * (300, 200, 300, 200) + (0, 0, 5, 5)).tolist()
             labels = random.integers(1, CLASSES + 1, objects).tolist()
             entries = [
-                {
-                    "id": objects * (number - 1) + index + 1,
-                    "iscrowd": 0,
-                    "isfake": 0,
-                    "area": bbox[2] * bbox[3],
-                    "isreflected": 0,
-                    "bbox": bbox,
-                    "image_id": number,
-                    "category_id": label,
-                }
-                for index, (bbox, label) in enumerate(zip(boxes, labels, strict=True))
+                {"id": key, "iscrowd": 0, "isfake": 0, "area": bbox[2] * bbox[3], "isreflected": 0, "bbox": bbox}
+                | {"image_id": number, "category_id": label}
+                for key, (bbox, label) in enumerate(zip(boxes, labels, strict=True), objects * (number - 1) + 1)
             ]
             file.write(f"{', ' if number > 1 else ''}{json.dumps(entries)[1:-1]}")
         categories = [{"id": number, "name": f"class {number}"} for number in range(1, CLASSES + 1)]
@@ -123,15 +107,12 @@ def _in_process(way: str, path: Path, checks: bool) -> dict[str, float]:
     if way == "columns" and home.exists():
         for each in home.rglob("*.columns"):
             each.unlink()
-    call = f"import reading; reading.measure({way!r}, {str(path)!r}, {checks})"
-    folders = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
-    variables = {**os.environ, "DETR_BF_HOME": str(home), "PYTHONPATH": os.pathsep.join(folders)}
-    done = subprocess.run([sys.executable, "-c", call], env=variables, check=True, stdout=subprocess.PIPE, text=True)
-    found: dict[str, float] = json.loads(done.stdout)
+    arguments = ["--measure", way, str(path), *(["checks"] if checks else [])]
+    found: dict[str, float] = measured_in_process(__file__, *arguments, DETR_BF_HOME=str(home))
     return found
 
 
-def measure(way: str, path: str, checks: bool) -> None:
+def measure(way: str, path: str, checks: object = False) -> None:
     """Read a file, print seconds and megabytes as JSON."""
     if way == "objects":
         coco.LARGE_FILE = 2**60
@@ -169,4 +150,7 @@ def _private() -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    if sys.argv[1:2] == ["--measure"]:
+        measure(*sys.argv[2:])
+    else:
+        sys.exit(main())

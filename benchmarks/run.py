@@ -7,10 +7,10 @@ Exit code 1 if results that must be identical are not, 2 for bad input.
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,13 +24,10 @@ from cases import (
     measure_matching,
     measure_training,
 )
-from command import check_rounds, make_parser
+from command import make_parser, run_benchmark, write_record
 from detr_bf.common.devices import device_of
-from detr_bf.common.files import write_json
-from detr_bf.common.terminal import run_tool
 from detr_bf.common.timing import Spread, paired_ratios
 from detr_bf.config import config_to_dict
-from detr_bf.report import machine_info
 
 CPU_NOTE = "times on a CPU may be disturbed by other work; compare the ratios, which are taken within rounds"
 
@@ -41,17 +38,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--preset", choices=PRESETS, default="small", help="small: minutes on a CPU; paper: DETR-R50, 800 x 1066"
     )
-    options = parser.parse_args(arguments)
-    return run_tool(lambda: run(options.preset, options.device, options.rounds, options.output))
+    return run_benchmark(run, parser.parse_args(arguments))
 
 
-def run(preset: str, device: str, rounds: int, output: Path | None) -> int:
+def run(options: argparse.Namespace) -> int:
     """Measure, print and write; return 1 if a check fails."""
-    check_rounds(rounds)
-    setting = Setting(PRESETS[preset], device_of(PRESETS[preset].config(f"device={device}").device), rounds)
+    preset = PRESETS[options.preset]
+    setting = Setting(preset, device_of(preset.config(f"device={options.device}").device), options.rounds)
     print(
-        f"preset {preset}, {rounds} rounds, device {setting.device}, {torch.get_num_threads()} CPU threads, "
-        f"torch {torch.__version__}"
+        f"preset {options.preset}, {options.rounds} rounds, device {setting.device}, "
+        f"{torch.get_num_threads()} CPU threads, torch {torch.__version__}"
     )
     if setting.device.type == "cpu":
         print(CPU_NOTE)
@@ -59,9 +55,16 @@ def run(preset: str, device: str, rounds: int, output: Path | None) -> int:
     for measurement in measure(setting):
         print(f"\n{table(measurement)}", flush=True)
         measurements.append(measurement)
-    if output is not None:
-        write_json(output, record(preset, setting, measurements))
-        print(f"\nwritten to {output}")
+    if options.output is not None:
+        write_record(
+            options,
+            device=str(setting.device),
+            image_size=[preset.height, preset.width],
+            batch_size=preset.batch_size,
+            config=config_to_dict(preset.config()),
+            measurements=list(map(record, measurements)),
+        )
+        print(f"\nwritten to {options.output}")
     failed = [check for measurement in measurements for check, holds in measurement.checks.items() if not holds]
     for check in failed:
         print(f"failed: {check}", file=sys.stderr)
@@ -89,28 +92,11 @@ def table(measurement: Measurement) -> str:
     return "\n".join(lines)
 
 
-def record(preset: str, setting: Setting, measurements: Sequence[Measurement]) -> dict[str, Any]:
-    """Return the measurements with their circumstances for JSON."""
-    return {
-        "machine": machine_info(),
-        "threads": torch.get_num_threads(),
-        "device": str(setting.device),
-        "preset": preset,
-        "rounds": setting.rounds,
-        "image_size": [setting.preset.height, setting.preset.width],
-        "batch_size": setting.preset.batch_size,
-        "config": config_to_dict(setting.preset.config()),
-        "measurements": [
-            {
-                "title": measurement.title,
-                "seconds": measurement.seconds,
-                "ratios": {" / ".join(pair): asdict(ratio) for pair, ratio in _ratios(measurement).items()},
-                "facts": measurement.facts,
-                "checks": measurement.checks,
-            }
-            for measurement in measurements
-        ],
-    }
+def record(measurement: Measurement) -> dict[str, Any]:
+    """Return a measurement for JSON."""
+    ratios = {" / ".join(pair): asdict(ratio) for pair, ratio in _ratios(measurement).items()}
+    parts = {name: getattr(measurement, name) for name in ("title", "seconds", "facts", "checks")}
+    return {**parts, "ratios": ratios}
 
 
 def _ratios(measurement: Measurement) -> dict[tuple[str, str], Spread]:

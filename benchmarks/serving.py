@@ -37,9 +37,8 @@ import numpy as np
 import torch
 from PIL import Image
 
-from command import circumstances
+from command import write_record
 from detr_bf.common.errors import InputError
-from detr_bf.common.files import write_json
 from detr_bf.common.structures import ClassMap
 from detr_bf.common.terminal import run_tool
 from detr_bf.common.text import printable
@@ -115,10 +114,15 @@ def run(options: argparse.Namespace) -> int:
             code = process.wait(LIMIT)
         print(f"exit code {code}")
     faults = sum(load.lost + load.wrong for load in (*loads, full, stopped)) + code + stopped.statuses["broken off"]
-    if options.output is not None:
-        numbers = {name: load.summary() for name, load in (("full_queue", full), ("stopped", stopped))}
-        found = {"load_average_before": busy, "loads": [load.summary() for load in loads], "mean_batch": batches}
-        write_json(options.output, {**circumstances(options), **found, **numbers, "exit_code": code})
+    write_record(
+        options,
+        load_average_before=busy,
+        loads=[load.summary() for load in loads],
+        mean_batch=batches,
+        full_queue=full.summary(),
+        stopped=stopped.summary(),
+        exit_code=code,
+    )
     return int(faults > 0)
 
 

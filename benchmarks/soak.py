@@ -37,9 +37,8 @@ from attempts import (
     fingerprints,
     phase_of_a_kill,
 )
-from command import circumstances
+from command import write_record
 from detr_bf.common.errors import InputError
-from detr_bf.common.files import write_json
 from detr_bf.common.terminal import run_tool
 
 EARLY = 0.25  # share of the kills that may happen while a run is starting
@@ -107,8 +106,7 @@ def run(options: argparse.Namespace) -> int:
         counts = Soak(Path(work), options).run()
     seconds = time.monotonic() - start
     print(f"{counts}\n{seconds:.0f} s, {seconds / sum(counts.kills.values()):.1f} s a kill")
-    if options.output is not None:
-        write_json(options.output, {**circumstances(options), "seconds": seconds, **vars(counts)})
+    write_record(options, seconds=seconds, **vars(counts))
     return 1 if counts.faults else 0
 
 

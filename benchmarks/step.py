@@ -10,25 +10,22 @@ from __future__ import annotations
 import argparse
 import gc
 import sys
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from itertools import product
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from cases import NUM_CLASSES, PRESETS, SEED, Preset, Setting, bytes_kept, make_batch, make_optimizer
-from command import CONFIGS, cells, check_rounds, circumstances, make_parser
+from cases import NUM_CLASSES, PRESETS, SEED, Preset, Setting, bytes_kept, make_batch, make_optimizer, update
+from command import CONFIGS, cells, make_parser, moment, print_and_write, print_header, run_benchmark, seconds_between
 from detr_bf.assembly import build_criterion, build_model
 from detr_bf.assembly.model import compile_model
 from detr_bf.common.devices import device_of
 from detr_bf.common.errors import InputError
-from detr_bf.common.files import write_json
-from detr_bf.common.terminal import run_tool
 from detr_bf.common.timing import Spread, paired_ratios
 from detr_bf.config import DetectionConfig
 from detr_bf.detectors import Detector
@@ -41,8 +38,6 @@ PARTS = ("backbone", "tokens", "encoder", "BatchFormer", "decoder", "matching", 
 GIB = 2**30
 PLAIN = "plain"
 OUT_OF_MEMORY = ("can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
-
-R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -97,46 +92,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--height", type=int, default=800, help="pixels, default %(default)s")
     parser.add_argument("--width", type=int, default=1333, help="pixels, default %(default)s")
     parser.add_argument(
-        "--compare",
-        nargs="+",
-        metavar="KEY=VALUE",
-        help="settings to compare with the plain ones, joined by commas",
+        "--compare", nargs="+", metavar="KEY=VALUE", help="settings to compare with the plain ones, joined by commas"
     )
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings of all steps")
-    options = parser.parse_intermixed_args(arguments)
-    return run_tool(lambda: run(options))
+    return run_benchmark(run, parser.parse_intermixed_args(arguments))
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure; print and write row by row, so that an interruption keeps finished rows."""
-    check_rounds(options.rounds)
+    """Measure, print and write."""
     if options.compare:
-        print("| | precision | B | step / plain | 10th to 90th | kept / plain |\n" + "|---" * 6 + "|")
+        print_header("", "precision", "B", "step / plain", "10th to 90th", "kept / plain")
     else:
         names = ("precision", "B", "step, ms", "10th to 90th", "images / s", "peak, GiB", "kept, GiB")
-        print(f"| {' | '.join((*names, *(f'{part}, %' for part in PARTS)))} |\n" + "|---" * (len(names + PARTS)) + "|")
-    rows = []
+        print_header(*names, *(f"{part}, %" for part in PARTS))
+    return print_and_write(measured_rows(options), options)
+
+
+def measured_rows(options: argparse.Namespace) -> Iterator[Row | Comparison]:
+    """Yield the rows of every precision and batch size; a single row if memory does not suffice."""
     for precision, batch_size in product(options.precisions, options.batch_sizes):
         setting = make_setting(options, batch_size)
-        for row in measured_rows(options.compare, precision, setting):
-            print(row, flush=True)
-            rows.append(asdict(row))
-        if options.output is not None:
-            write_json(options.output, {**circumstances(options), "rows": rows})
-    return 0
-
-
-def measured_rows(
-    variants: Sequence[str] | None, precision: str, setting: Setting
-) -> Sequence[Row] | Sequence[Comparison]:
-    """Return the rows of one precision and batch size; a single row if memory does not suffice."""
-    if variants:
-        return within_memory(lambda: compare(variants, precision, setting), setting.device) or [
-            Comparison("all", precision, setting.preset.batch_size)
-        ]
-    return within_memory(lambda: [measure(precision, setting)], setting.device) or [
-        Row(precision, setting.preset.batch_size)
-    ]
+        release(setting.device)
+        try:
+            yield from (
+                compare(options.compare, precision, setting) if options.compare else [measure(precision, setting)]
+            )
+        except RuntimeError as error:  # includes OutOfMemoryError
+            if not isinstance(error, torch.OutOfMemoryError) and not any(sign in str(error) for sign in OUT_OF_MEMORY):
+                raise
+            yield Comparison("all", precision, batch_size) if options.compare else Row(precision, batch_size)
 
 
 def make_setting(options: argparse.Namespace, batch_size: int) -> Setting:
@@ -155,18 +139,6 @@ def make_setting(options: argparse.Namespace, batch_size: int) -> Setting:
             f"--recipe {options.recipe} has model.masks=true, but the images of this benchmark have no masks"
         )
     return Setting(preset, device_of(config.device), options.rounds)
-
-
-def within_memory(measured: Callable[[], list[R]], device: torch.device) -> list[R] | None:
-    """Return ``measured()``, or None if memory does not suffice."""
-    release(device)
-    try:
-        return measured()
-    except RuntimeError as error:  # includes OutOfMemoryError
-        if not isinstance(error, torch.OutOfMemoryError) and not any(sign in str(error) for sign in OUT_OF_MEMORY):
-            raise
-    release(device)  # after the exception, whose frames hold tensors
-    return None
 
 
 def measure(precision: str, setting: Setting) -> Row:
@@ -233,11 +205,7 @@ class Step:
         total = self._loss()
         with self.watch.inside("loss"):  # until the backward pass reaches the border of the next part
             self.scaler.scale(total).backward()
-        self.scaler.unscale_(self.optimizer)
-        nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_norm or torch.inf)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=True)
+        update(self.model, self.optimizer, self.clip_norm, self.scaler)
         return self.watch.stop()
 
     def kept(self) -> int:
@@ -261,7 +229,6 @@ class Step:
                     module.batch_former = cast(Any, Timed(module.batch_former, watch, "BatchFormer"))
             setattr(model, name, Timed(getattr(model, name), watch, name))
         criterion = build_criterion(config)
-
         return replace(criterion, matcher=cast(HungarianMatcher, TimedMatcher(criterion.matcher, watch)))
 
 
@@ -286,7 +253,7 @@ class Stopwatch:
     def start(self, part: str) -> None:
         """Assign the time from now on to ``part``."""
         self.part = part
-        self._borders.append((part, self._moment()))
+        self._borders.append((part, moment(self.device)))
 
     @contextmanager
     def inside(self, part: str) -> Iterator[None]:
@@ -303,20 +270,13 @@ class Stopwatch:
             torch.cuda.synchronize(self.device)
         seconds: dict[str, float] = defaultdict(float)
         for (part, begin), (_, end) in zip(self._borders, self._borders[1:], strict=False):
-            seconds[part] += begin.elapsed_time(end) / 1000 if self.device.type == "cuda" else end - begin
+            seconds[part] += seconds_between(begin, end)
         self._borders.clear()
         return dict(seconds)
 
     def border(self, value: Any, part: str) -> Any:
         """Return ``value``; when a gradient of its tensors arrives, the backward pass enters ``part``."""
         return _each_tensor(value, lambda tensor: _Border.apply(tensor, self, part) if tensor.requires_grad else tensor)
-
-    def _moment(self) -> Any:
-        if self.device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
 
 
 class TimedMatcher:

@@ -21,10 +21,8 @@ from pathlib import Path
 import torch
 
 from cases import Preset, Setting
-from command import CONFIGS, cells, check_rounds, circumstances, make_parser
+from command import CONFIGS, cells, make_parser, print_header, run_benchmark, write_record
 from detr_bf.common.errors import InputError
-from detr_bf.common.files import write_json
-from detr_bf.common.terminal import run_tool
 from detr_bf.common.timing import Spread, alternate, paired_ratios
 from step import Step
 
@@ -46,21 +44,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark and return its exit code."""
     parser = make_parser(__doc__, rounds=20, devices=("cpu",))
     parser.add_argument("--busy", type=int, nargs="+", default=(0, 1, 2, 4), metavar="N", help="busy processes beside")
-    options = parser.parse_args(arguments)
-    return run_tool(lambda: run(options))
+    return run_benchmark(run, parser.parse_args(arguments))
 
 
 def run(options: argparse.Namespace) -> int:
     """Measure; print and write row by row.
 
     Raises:
-        InputError: too few rounds, or a negative number of busy processes.
+        InputError: a negative number of busy processes.
     """
-    check_rounds(options.rounds)
     if min(options.busy) < 0:
         raise InputError(f"--busy must be 0 or more; got {min(options.busy)}")
     rows = []
-    print("| busy processes | way | step, ms | step / default | 10th to 90th |\n|---|---|---|---|---|")
+    print_header("busy processes", "way", "step, ms", "step / default", "10th to 90th")
     with ExitStack() as stack:
         steps = {name: partial(_ask, stack.enter_context(_stepping(variables))) for name, variables in WAYS.items()}
         for busy in options.busy:
@@ -72,8 +68,7 @@ def run(options: argparse.Namespace) -> int:
                 step, ratio = Spread.of(seconds[name]), Spread.of(paired_ratios(seconds, name, DEFAULT))
                 print(f"| {busy} | {name} | {1000 * step.median:.0f} | {cells(ratio)}", flush=True)
             rows.append({"busy": busy, "seconds": seconds})
-            if options.output is not None:
-                write_json(options.output, {**circumstances(options), "rows": rows})
+            write_record(options, rows=rows)
     return 0
 
 

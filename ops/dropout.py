@@ -96,18 +96,13 @@ def _remember_of_relu(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None
 
 
 def _gradient_of_relu(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None]:
-    (output,) = ctx.saved_tensors
+    (output,) = ctx.saved_tensors  # of the forward pass: says which elements are kept
     return torch.ops.detr_bf.relu_dropout_backward(grad_output, output, ctx.p), None, None
 
 
 def _remember_of_gradient(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, of_forward, ctx.p = inputs
+    _, of_forward, ctx.p = inputs  # the gradient is linear in its first argument
     ctx.save_for_backward(of_forward)
-
-
-def _gradient_of_gradient(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None]:
-    (of_forward,) = ctx.saved_tensors  # says which elements are kept; the gradient is linear in its first argument
-    return torch.ops.detr_bf.relu_dropout_backward(grad_output, of_forward, ctx.p), None, None
 
 
 if library.DECLARED:
@@ -116,5 +111,5 @@ if library.DECLARED:
     torch.library.register_autograd("detr_bf::dropout_add", _gradients_of_add, setup_context=_remember_of_add)
     torch.library.register_autograd("detr_bf::relu_dropout", _gradient_of_relu, setup_context=_remember_of_relu)
     torch.library.register_autograd(
-        "detr_bf::relu_dropout_backward", _gradient_of_gradient, setup_context=_remember_of_gradient
+        "detr_bf::relu_dropout_backward", _gradient_of_relu, setup_context=_remember_of_gradient
     )

@@ -16,7 +16,7 @@ import numpy as np
 
 from detr_bf.common.errors import InputError, prefix_errors
 from detr_bf.common.text import counted, listed, printable
-from detr_bf.comparison.resampling import DifferenceEstimates, ImageTable, Resampled, resample, resample_differences
+from detr_bf.comparison.resampling import DifferenceEstimates, Resampled, resample, resample_differences
 from detr_bf.comparison.statistics import (
     CONFIDENCE,
     EXACT_SIGNS,
@@ -27,7 +27,7 @@ from detr_bf.comparison.statistics import (
     sign_flip_p,
     student_estimate,
 )
-from detr_bf.comparison.tables import table_from_dict
+from detr_bf.comparison.tables import ImageTable, table_from_dict
 
 RESULT_FORMAT = "detr_bf comparison 1"
 _PRIMARY = {"boxes": "AP", "panoptic": "PQ", "classifier": "top1"}  # by kind of table
@@ -59,7 +59,6 @@ def analyze(
 
     Args:
         cells: cell records of format ``detr_bf cell 1``.
-        title: of the report.
         baseline: the arm that the others are compared with.
         arms: name -> overrides of each arm, in the order of the report.
         contrasts: further pairs of arms to compare, the second taken from the first.
@@ -72,18 +71,19 @@ def analyze(
             than the others, or the primary metric was not measured.
     """
     records = _by_key(cells, arms)
-    missing = [name for name in arms if not any(key[0] == name for key in records)]
-    if baseline not in arms or baseline in missing:
-        raise InputError(
-            f"the baseline '{printable(baseline)}' has no finished cell; arms with finished cells: "
-            f"{listed(dict.fromkeys(key[0] for key in records)) or 'none'}"
-        )
+    present = list(dict.fromkeys(key[0] for key in records))
+    missing = [name for name in arms if name not in present]
+    if baseline not in present:
+        start = f"the baseline '{printable(baseline)}' has no finished cell"
+        raise InputError(f"{start}; arms with finished cells: {listed(present) or 'none'}")
     tables = _tables(records)
     found = resample(tables, resamples, seed)
-    primary = _measured(primary or _PRIMARY[next(iter(tables.values())).kind], next(iter(found.values())).values)
-    share, present = _test_share(records), [name for name in arms if name not in missing]
-    others = [] if contrasts_only else [(name, baseline) for name in present]
-    planned = [*others, *(pair for pair in contrasts if contrasts_only or baseline not in pair)]
+    primary = primary or _PRIMARY[next(iter(tables.values())).kind]
+    if primary not in (measured := next(iter(found.values())).values):
+        raise InputError(f"the primary metric '{printable(primary)}' was not measured; measured are {listed(measured)}")
+    share = _test_share(records)
+    planned = [] if contrasts_only else [(name, baseline) for name in present]
+    planned += [pair for pair in contrasts if contrasts_only or baseline not in pair]
     compared = _differences(planned, primary, records, found, share)
     document = {
         "format": RESULT_FORMAT,
@@ -99,12 +99,6 @@ def analyze(
         "circumstances": _circumstances(records),
     }
     return document | {"sentences": list(_sentences(document, records, found, missing, planned))}
-
-
-def _measured(primary: str, values: Mapping[str, float]) -> str:
-    if primary not in values:
-        raise InputError(f"the primary metric '{printable(primary)}' was not measured; measured are {listed(values)}")
-    return primary
 
 
 def _by_key(cells: Iterable[_Record], arms: Mapping[str, Sequence[str]]) -> dict[_Key, _Record]:
@@ -158,11 +152,7 @@ def _test_share(records: Mapping[_Key, _Record]) -> float:
 
 
 def _pairs(records: Mapping[_Key, _Record], arm: str, baseline: str) -> list[_Pair]:
-    return [(key[1], key[2]) for key in records if key[0] == arm and _key(baseline, key[1:]) in records]
-
-
-def _key(arm: str, pair: _Pair) -> _Key:
-    return arm, pair[0], pair[1]
+    return [key[1:] for key in records if key[0] == arm and (baseline, *key[1:]) in records]
 
 
 def _arm(
@@ -175,28 +165,27 @@ def _arm(
     share: float,
 ) -> dict[str, Any]:
     keys = [key for key in records if key[0] == name]
-    names = dict.fromkeys(metric for key in keys for metric in found[key].values)
+    metrics = {}
+    for metric in dict.fromkeys(metric for key in keys for metric in found[key].values):
+        values = [found[key].values[metric] for key in keys]
+        metrics[metric] = {**_mean(keys, values, share), "values": [_number(value) for value in values]}
     return {
         "name": name,
         "overrides": overrides,
         "cells": [list(key[1:]) for key in keys],
-        "metrics": {metric: _spread(keys, [found[key].values[metric] for key in keys], share) for metric in names},
+        "metrics": metrics,
         "curve": _curve(keys, primary, records, share),
         "cost": _cost(_pairs(records, name, baseline), name, baseline, records),
     }
 
 
-def _spread(keys: Sequence[_Key], values: Sequence[float], share: float) -> dict[str, Any]:
-    estimate = _known_estimate(keys, values, share)
-    return {"mean": _number(estimate.mean), **_ends(estimate), "values": [_number(value) for value in values]}
-
-
-def _known_estimate(keys: Sequence[_Key], values: Sequence[float], share: float) -> Estimate:
-    """Return the estimate of the finite values."""
+def _mean(keys: Sequence[_Key], values: Sequence[float], share: float) -> dict[str, float | None]:
+    """Return mean and interval of the finite values."""
     known = [(value, key[2]) for value, key in zip(values, keys, strict=True) if math.isfinite(value)]
     if not known:
-        return Estimate(math.nan)
-    return student_estimate([value for value, _ in known], [fold for _, fold in known], share)
+        return {"mean": None, **_ends(None)}
+    estimate = student_estimate([value for value, _ in known], [fold for _, fold in known], share)
+    return {"mean": estimate.mean, **_ends(estimate)}
 
 
 def _curve(keys: Sequence[_Key], primary: str, records: Mapping[_Key, _Record], share: float) -> list[dict[str, Any]]:
@@ -209,8 +198,8 @@ def _curve(keys: Sequence[_Key], primary: str, records: Mapping[_Key, _Record], 
                 points.setdefault(entry["epoch"], []).append((key, value))
     curve = []
     for epoch, own in sorted(points.items()):
-        estimate = _known_estimate([key for key, _ in own], [value for _, value in own], share)
-        curve.append({"epoch": epoch, "mean": _number(estimate.mean), **_ends(estimate), "count": len(own)})
+        mean = _mean([key for key, _ in own], [value for _, value in own], share)
+        curve.append({"epoch": epoch, **mean, "count": len(own)})
     return curve
 
 
@@ -219,17 +208,15 @@ def _cost(pairs: Sequence[_Pair], arm: str, baseline: str, records: Mapping[_Key
 
     Memory is that of the device if both cells have it, else that of the process.
     """
-    both = [(records[_key(arm, pair)]["cost"], records[_key(baseline, pair)]["cost"]) for pair in pairs]
+    both = [(records[arm, seed, fold]["cost"], records[baseline, seed, fold]["cost"]) for seed, fold in pairs]
     has_device = all(cost.get("device_memory_mib") for costs in both for cost in costs)
     memory = "device_memory_mib" if has_device else "peak_memory_mib"
     ratios: dict[str, Any] = {}
     for name, key in (("step_seconds_ratio", "step_seconds"), ("memory_ratio", memory)):
         logarithms = [math.log(own[key] / base[key]) for own, base in both if own.get(key) and base.get(key)]
-        estimate = student_estimate(logarithms) if logarithms else Estimate(math.nan)
-        ends = _ends(estimate).items()
-        ratios[name] = {"mean": _number(math.exp(estimate.mean))} | {
-            k: v if v is None else math.exp(v) for k, v in ends
-        }
+        estimate = student_estimate(logarithms) if logarithms else None
+        numbers = {"mean": estimate.mean if estimate else None, **_ends(estimate)}
+        ratios[name] = {kind: None if value is None else math.exp(value) for kind, value in numbers.items()}
     rows = [own["rows"] / base["rows"] for own, base in both if own.get("rows") and base.get("rows")]
     return ratios | {"rows_ratio": rows[0] if rows else None}
 
@@ -247,7 +234,7 @@ def _differences(
         pairs = _pairs(records, arm, other)
         if arm == other or not pairs:
             continue
-        cells = {pair: (found[_key(arm, pair)], found[_key(other, pair)]) for pair in pairs}
+        cells = {(seed, fold): (found[arm, seed, fold], found[other, seed, fold]) for seed, fold in pairs}
         metrics = {name: _metric_difference(own) for name, own in resample_differences(cells, share).items()}
         differences.append({"arm": arm, "against": other, "pairs": [list(p) for p in pairs], "metrics": metrics})
     _adjust([own["metrics"][primary] for own in differences])
@@ -255,11 +242,10 @@ def _differences(
 
 
 def _metric_difference(found: DifferenceEstimates) -> dict[str, Any]:
-    both, interval = found.both, found.both.interval() if found.both else None
+    both = found.both
     known = [value for value in found.values if value is not None]
-    verdict = "undecided"
-    if interval and (interval[0] > 0 or interval[1] < 0):
-        verdict = "better" if interval[0] > 0 else "worse"
+    low, high = both.interval() or (0.0, 0.0) if both else (0.0, 0.0)
+    verdict = "better" if low > 0 else "worse" if high < 0 else "undecided"
     return {
         "mean": _number(found.seeds.mean),
         "values": list(found.values),

@@ -16,11 +16,9 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from detr_bf.classification.config import ClassifierConfig
 from detr_bf.common.errors import InputError, prefix_errors
 from detr_bf.common.text import listed, printable
 from detr_bf.config import (
-    DetectionConfig,
     RunConfig,
     config_to_dict,
     flatten_settings,
@@ -68,37 +66,23 @@ class ExperimentCell(NamedTuple):
 
 @dataclass(frozen=True)
 class Experiment:
-    """Checked content of an experiment file.
+    """Checked content of an experiment file."""
 
-    Args:
-        name: of the file, without its suffix.
-        base: config files that every cell starts from.
-        arms: own settings of each arm, ``key=value``, by name.
-        common: settings of all cells before those of the arm.
-        extra: settings of all cells after those of the arm, from the command line.
-        configs: config of each arm, with the first seed and fold.
-        contrasts: pairs of arms to compare besides each arm with the baseline.
-        contrasts_only: compare these pairs alone, which may then include the baseline.
-        num_folds: None without ``folds``.
-        folds: indices of the folds to train; ``(None,)`` without ``folds``.
-        primary: the metric that the verdict is about.
-    """
-
-    name: str
+    name: str  # of the file, without its suffix
     title: str
-    base: tuple[Path, ...]
-    arms: Mapping[str, tuple[str, ...]]
-    common: tuple[str, ...]
-    extra: tuple[str, ...]
-    configs: Mapping[str, RunConfig]
+    base: tuple[Path, ...]  # config files that every cell starts from
+    arms: Mapping[str, tuple[str, ...]]  # name -> settings of the arm, key=value
+    common: tuple[str, ...]  # settings of all cells before those of the arm
+    extra: tuple[str, ...]  # settings of all cells after those of the arm, from the command line
+    configs: Mapping[str, RunConfig]  # of each arm, with the first seed and fold
     baseline: str
-    contrasts: tuple[tuple[str, str], ...]
-    contrasts_only: bool
+    contrasts: tuple[tuple[str, str], ...]  # pairs of arms to compare besides each arm with the baseline
+    contrasts_only: bool  # compare these pairs alone, which may then include the baseline
     seeds: tuple[int, ...]
-    num_folds: int | None
-    folds: tuple[int | None, ...]
+    num_folds: int | None  # None without ``folds``
+    folds: tuple[int | None, ...]  # indices of those to train; (None,) without ``folds``
     jobs: int
-    primary: str
+    primary: str  # the metric that the verdict is about
     resamples: int
 
     def cells(self) -> list[ExperimentCell]:
@@ -107,10 +91,8 @@ class Experiment:
 
     def overrides(self, cell: ExperimentCell) -> list[str]:
         """Return all settings of a cell but ``output_dir``."""
-        return [
-            *_overrides(self.common, self.arms[cell.arm], self.extra, self.num_folds, cell.fold),
-            f"seed={cell.seed}",
-        ]
+        settings = _overrides(self.common, self.arms[cell.arm], self.extra, self.num_folds, cell.fold)
+        return [*settings, f"seed={cell.seed}"]
 
     def config(self, cell: ExperimentCell) -> RunConfig:
         """Return the config of a cell, with the default ``output_dir`` of its base."""
@@ -151,7 +133,6 @@ def read_experiment(path: Path, extra: Sequence[str] = (), *, quick: bool = Fals
             with prefix_errors(f"arms.{name}"):
                 configs[name] = load_config(base, _overrides(common, own, extra, folds, 0 if folds else None))
         _check_different(configs)
-        resamples = _number(tree, "resamples", RESAMPLES)
         return Experiment(
             name=path.stem,
             title=_text(tree, "title", path.stem),
@@ -168,7 +149,7 @@ def read_experiment(path: Path, extra: Sequence[str] = (), *, quick: bool = Fals
             folds=tuple(range(1 if quick else folds)) if folds else (None,),
             jobs=_number(tree, "jobs", 1) or 1,
             primary=_primary(tree, next(iter(configs.values()))),
-            resamples=QUICK_RESAMPLES if quick else resamples or RESAMPLES,
+            resamples=QUICK_RESAMPLES if quick else _number(tree, "resamples", RESAMPLES) or RESAMPLES,
         )
 
 
@@ -392,11 +373,7 @@ def _contrasts(tree: Mapping[str, Any], arms: Mapping[str, Any]) -> tuple[tuple[
 def _primary(tree: Mapping[str, Any], config: RunConfig) -> str:
     default = default_primary(flat_settings(config))
     value = _text(tree, "primary", default)
-    known: tuple[str, ...] = ()
-    if isinstance(config, DetectionConfig):
-        known = _PANOPTIC_METRICS if default == "PQ" else _BOX_METRICS
-    elif isinstance(config, ClassifierConfig):
-        known = _CLASSIFIER_METRICS
+    known = {"PQ": _PANOPTIC_METRICS, "AP": _BOX_METRICS, "top1": _CLASSIFIER_METRICS}[default]
     if value not in known and not (default == "AP" and value.startswith(CLASS_METRIC)):
         classes = f", {CLASS_METRIC}CLASS" if default == "AP" else ""
         raise InputError(f"primary must be one of {', '.join(known)}{classes}; got '{printable(value)}'")

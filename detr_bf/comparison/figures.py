@@ -63,7 +63,13 @@ def forest_plot(changes: Mapping[str, Difference], metric: str, key: bool = True
     axes.grid(axis="x", color=FAINT, linewidth=0.6)
     top = 0.0
     for lines, height, change in zip(names, heights, changes.values(), strict=True):
-        _write_lines(axes, [*lines, change_text(change)], top)
+        for number, text in enumerate([*lines, change_text(change)]):
+            last = number == len(lines)
+            axes.text(
+                0, top + _LINE * number, text, transform=axes.get_yaxis_transform(), va="top", zorder=5,
+                fontsize=_SMALL if last else _NAME, color=INK if last else BLACK,
+                bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.8},
+            )  # fmt: skip
         _plot_change(axes, change, top + height - _GAP - _MARKS)
         top += height
     axes.axvline(0, color=INK, linewidth=1, zorder=1.5)
@@ -186,17 +192,6 @@ def _key(changes: Sequence[Difference]) -> list[Line2D | Patch]:
     if any(change.get("detectable") is not None for change in changes):
         key.append(Patch(facecolor=_BAND, label="below the smallest detectable difference"))
     return key
-
-
-def _write_lines(axes: Axes, lines: Sequence[str], top: float) -> None:
-    """Write the name of an arm and, in the last line, its difference."""
-    for number, text in enumerate(lines):
-        last = number == len(lines) - 1
-        axes.text(
-            0, top + _LINE * number, text, transform=axes.get_yaxis_transform(), va="top", zorder=5,
-            fontsize=_SMALL if last else _NAME, color=INK if last else BLACK,
-            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.8},
-        )  # fmt: skip
 
 
 def _wrapped(name: object, width: float) -> list[str]:

@@ -32,26 +32,11 @@ from detr_bf.report.page import escaped, html_page, number, percent, section
 
 _FORMAT = "detr_bf comparison 1"
 _JSON, _CSV, _PAGE = "comparison.json", "comparison.csv", "index.html"
-_MARKS = {
-    _JSON: '"format": "detr_bf comparison',
-    _CSV: "arm,against,metric,cells,",
-    _PAGE: 'content="detr_bf"',
-}  # of our files
+_MARKS = {_JSON: f'"format": "{_FORMAT}', _CSV: "arm,against,metric,cells,", _PAGE: 'content="detr_bf"'}  # of our files
 _COLUMNS = (
-    *(
-        "arm",
-        "against",
-        "metric",
-        "cells",
-        "mean",
-        "low",
-        "high",
-        "difference",
-        "seeds_low",
-        "seeds_high",
-        "images_low",
-    ),
-    *("images_high", "both_low", "both_high", "p", "p_holm", "p_sign_flip", "detectable", "verdict"),
+    *("arm", "against", "metric", "cells", "mean", "low", "high", "difference", "seeds_low", "seeds_high"),
+    *("images_low", "images_high", "both_low", "both_high"),
+    *("p", "p_holm", "p_sign_flip", "detectable", "verdict"),
 )
 _NOTHING = "—"
 _CLASS = "AP/"  # prefix of the metrics of classes
@@ -131,36 +116,25 @@ def markdown_table(document: Document) -> str:
     lines = [[*titles, "Step time", "Runs"]]
     for arm in document["arms"]:
         change = changes.get(arm["name"], {})
-        lines.append(
-            [
-                arm["name"],
-                *(" ".join(_mean(arm["metrics"].get(metric))).rstrip() for metric in (primary, *second)),
-                f"{signed(change.get('mean'))} {span_text(change.get('both'))}".rstrip(),
-                _p(change.get("p_holm")),
-                "baseline" if arm["name"] == document["baseline"] else change.get("verdict") or _NOTHING,
-                _ratio(arm, "step_seconds_ratio")[0],
-                str(len(arm["cells"])),
-            ]
-        )
-    cells = [[_markdown(name), *others] for name, *others in lines]
-    return _aligned(cells) + (f"\n{_aligned(_contrast_lines(document))}" if _contrasts(document) else "")
-
-
-def _contrast_lines(document: Document) -> list[list[str]]:
-    lines = [["Arms", f"{document['primary']} difference x 100", "Holm p", "Verdict", "Pairs"]]
-    for name, change in _contrasts(document).items():
+        means = (" ".join(_mean(arm["metrics"].get(metric))).rstrip() for metric in (primary, *second))
+        difference = f"{signed(change.get('mean'))} {span_text(change.get('both'))}".rstrip()
+        verdict = "baseline" if arm["name"] == document["baseline"] else change.get("verdict") or _NOTHING
+        costs = (_ratio(arm, "step_seconds_ratio")[0], str(len(arm["cells"])))
+        lines.append([arm["name"], *means, difference, _p(change.get("p_holm")), verdict, *costs])
+    table, contrasts = _aligned(lines), _contrasts(document)
+    if not contrasts:
+        return table
+    lines = [["Arms", f"{primary} difference x 100", "Holm p", "Verdict", "Pairs"]]
+    for name, change in contrasts.items():
         difference = f"{signed(change['mean'])} {span_text(change.get('both'))}".rstrip()
         verdict = change.get("verdict") or _NOTHING
-        lines.append([_markdown(name), difference, _p(change.get("p_holm")), verdict, str(_runs(change))])
-    return lines
+        lines.append([name, difference, _p(change.get("p_holm")), verdict, str(_runs(change))])
+    return f"{table}\n{_aligned(lines)}"
 
 
-def _markdown(text: str) -> str:
-    return re.sub(r"([\\|<>&*`\[\]])", r"\\\1", printable(text))
-
-
-def _aligned(cells: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table, with the first line as its head and columns of equal width."""
+def _aligned(lines: Sequence[Sequence[str]]) -> str:
+    """Return a Markdown table, with the first line as its head and columns of equal width; names are escaped."""
+    cells = [[re.sub(r"([\\|<>&*`\[\]])", r"\\\1", printable(name)), *others] for name, *others in lines]
     widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
     rule = [":" + "-" * (widths[0] - 1), *("-" * (width - 1) + ":" for width in widths[1:])]
     rows = [
@@ -178,23 +152,20 @@ def _csv(document: Document) -> str:
     for arm in document["arms"]:
         for metric, stat in arm["metrics"].items():
             change = _changes(document, metric).get(arm["name"], {})
-            other = document["baseline"] if change else ""
-            table.writerow(
-                [
-                    *(csv_cell(safe_message(name)) for name in (arm["name"], other, metric)),
-                    *(_runs(stat), stat.get("mean"), stat.get("low"), stat.get("high"), *_csv_numbers(change)),
-                ]
-            )
+            names = (arm["name"], document["baseline"] if change else "", metric)
+            table.writerow(_csv_row(names, stat, change))
     for contrast in document.get("contrasts") or ():
         for metric, change in contrast["metrics"].items():
-            names = (csv_cell(safe_message(name)) for name in (contrast["arm"], contrast["against"], metric))
-            table.writerow([*names, _runs(change), None, None, None, *_csv_numbers(change)])
+            names = (contrast["arm"], contrast["against"], metric)
+            table.writerow(_csv_row(names, {}, change))
     return text.getvalue()
 
 
-def _csv_numbers(change: Difference) -> list[Any]:
+def _csv_row(names: Sequence[str], mean: Mapping[str, Any], change: Difference) -> list[Any]:
+    """Return arm, other and metric, the mean of the arm if there is one, and the difference."""
     ends = [(change.get(kind) or {}).get(end) for kind in ("seeds", "images", "both") for end in ("low", "high")]
-    return [change.get("mean"), *ends, *(change.get(name) for name in _COLUMNS[-5:])]
+    numbers = [_runs(mean or change), *(mean.get(key) for key in ("mean", "low", "high")), change.get("mean"), *ends]
+    return [*(csv_cell(safe_message(name)) for name in names), *numbers, *(change.get(key) for key in _COLUMNS[-5:])]
 
 
 def _sections(document: Document, title: str) -> Iterator[str]:
@@ -205,9 +176,8 @@ def _sections(document: Document, title: str) -> Iterator[str]:
     yield _header(document, title)
     yield section(f"Difference in {printable(primary)} from {baseline}", _main_difference(document))
     if contrasts := _contrasts(document):
-        plot = forest_plot(contrasts, primary)
-        words = " ".join(f"{printable(name)}: {change_text(change)}." for name, change in contrasts.items())
-        content = _figure(plot, words, "plot") + _difference_table(contrasts, "Differences between other arms", "Arms")
+        plot = _figure(forest_plot(contrasts, primary), _in_words(contrasts), "plot")
+        content = plot + _difference_table(contrasts, "Differences between other arms", "Arms")
         yield section(f"Differences in {printable(primary)} between other arms", content)
     yield section(f"{printable(primary)} over training", _curves(document))
     yield section("Arms", _arms_table(document, [primary, *others]))
@@ -238,7 +208,8 @@ def _main_difference(document: Document) -> str:
     changes = _changes(document, document["primary"])
     if not changes:
         return _note("There is no difference to show: no arm was compared with the baseline.")
-    plot = _figure(forest_plot(changes, document["primary"]), _in_words(document, document["primary"]), "plot")
+    words = _description(document, document["primary"], changes)
+    plot = _figure(forest_plot(changes, document["primary"]), words, "plot")
     left = [arm["name"] for arm in document["arms"] if arm["name"] not in (document["baseline"], *changes)]
     note = _note(f"Not compared with the baseline: {', '.join(map(printable, left))}." * bool(left))
     return plot + _difference_table(changes, "Differences from the baseline") + note
@@ -312,11 +283,9 @@ def _small_plots(document: Document, metrics: Sequence[str]) -> str:
     for metric in metrics:
         changes = _changes(document, metric)
         if changes:
-            shown = metric.removeprefix(_CLASS)
-            words = _in_words(document, metric)
-            plots.append(
-                _figure(forest_plot(changes, "AP" if shown != metric else metric, False), words, caption=shown)
-            )
+            shown, words = metric.removeprefix(_CLASS), _description(document, metric, changes)
+            svg = forest_plot(changes, "AP" if shown != metric else metric, False)
+            plots.append(_figure(svg, words, caption=shown))
             rows.update({f"{shown}, {name}": change for name, change in changes.items()})
     if not plots:
         return _note("There is no difference to show.")
@@ -340,13 +309,10 @@ def _settings_table(document: Document) -> str:
     settings = document.get("settings") or ()
     if not settings:
         return _note("The configs of the arms do not differ.")
-    rows = [
-        (
-            setting["key"],
-            [_setting(setting["values"][name]) if name in setting["values"] else _NOTHING for name in names],
-        )
-        for setting in settings
-    ]
+    rows = []
+    for setting in settings:
+        texts = {name: _setting(value) for name, value in setting["values"].items()}
+        rows.append((setting["key"], [texts.get(name, _NOTHING) for name in names]))
     return _table("Settings", ["Setting", *names], rows, "arms")
 
 
@@ -421,14 +387,16 @@ def _figure(svg: str, description: str, kind: str = "", caption: str = "") -> st
     return f'<figure class="{kind}">{title}<img alt="{escaped(description)}" src="{source}"></figure>'
 
 
-def _in_words(document: Document, metric: str) -> str:
-    """Return the numbers of a plot of differences as its description."""
-    changes = _changes(document, metric)
+def _description(document: Document, metric: str, changes: Mapping[str, Difference]) -> str:
+    """Return the description of a plot of differences from the baseline."""
     return (
         f"Paired differences in {printable(metric)} x 100 from {printable(document['baseline'])}, with "
-        f"{_confidence(document)} intervals over seeds and images. "
-        + " ".join(f"{printable(name)}: {change_text(change)}." for name, change in changes.items())
+        f"{_confidence(document)} intervals over seeds and images. {_in_words(changes)}"
     )
+
+
+def _in_words(changes: Mapping[str, Difference]) -> str:
+    return " ".join(f"{printable(name)}: {change_text(change)}." for name, change in changes.items())
 
 
 def _metrics(document: Document) -> list[str]:
@@ -438,18 +406,18 @@ def _metrics(document: Document) -> list[str]:
 
 
 def _changes(document: Document, metric: str) -> dict[str, Difference]:
-    """Return arm -> difference in one metric, without arms that have none."""
-    found = {each["arm"]: each["metrics"].get(metric) for each in document["differences"]}
-    return {arm: change for arm, change in found.items() if change and change.get("mean") is not None}
+    """Return arm -> difference from the baseline in one metric, without arms that have none."""
+    return _known({pair["arm"]: pair["metrics"].get(metric) for pair in document["differences"]})
 
 
 def _contrasts(document: Document) -> dict[str, Difference]:
     """Return "arm - other" -> difference in the primary metric for the pairs of arms without the baseline."""
-    found = {
-        f"{each['arm']} - {each['against']}": each["metrics"].get(document["primary"])
-        for each in document.get("contrasts") or ()
-    }
-    return {name: change for name, change in found.items() if change and change.get("mean") is not None}
+    primary, pairs = document["primary"], document.get("contrasts") or ()
+    return _known({f"{pair['arm']} - {pair['against']}": pair["metrics"].get(primary) for pair in pairs})
+
+
+def _known(changes: Mapping[str, Difference | None]) -> dict[str, Difference]:
+    return {name: change for name, change in changes.items() if change and change.get("mean") is not None}
 
 
 def _runs(stat: Mapping[str, Any]) -> int:

@@ -25,25 +25,11 @@ from detr_bf.comparison.statistics import (
     seeds_and_images_estimate,
     student_estimate,
 )
-from detr_bf.comparison.tables import BoxTable, ClassifierTable, ImageTable, PanopticTable, table_from_dict
+from detr_bf.comparison.tables import BoxTable, ClassifierTable, ImageTable, PanopticTable
 from detr_bf.config import saved_config
 from detr_bf.engine import DetectionEvaluator, Evaluation, RunFolder
 from detr_bf.evaluation import PanopticFile
 from detr_bf.tasks import task_of
-
-__all__ = [
-    "BoxTable",
-    "ClassifierTable",
-    "DifferenceEstimates",
-    "ImageTable",
-    "PanopticTable",
-    "Resampled",
-    "image_draws",
-    "resample",
-    "resample_differences",
-    "table_from_dict",
-    "table_of",
-]
 
 _Cell = tuple[int, int | None]  # seed and fold
 Key = TypeVar("Key", bound=Hashable)

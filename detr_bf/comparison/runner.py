@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from detr_bf.common.errors import InputError, Interrupted, TrainingError, prefix_errors
-from detr_bf.common.files import atomic_write, check_output_file, make_output_folder, read_records, write_json
+from detr_bf.common.files import check_output_file, make_output_folder, read_records, write_json, write_text
 from detr_bf.common.progress import progress_bar
 from detr_bf.common.text import listed, printable, safe_message
 from detr_bf.comparison.experiment import CLASS_METRIC, Experiment, ExperimentCell, flat_settings
@@ -112,8 +112,10 @@ def write_slurm_script(
         InputError: the path cannot be written, or is a file that this program did not write.
     """
     check_output_file(path, "--slurm")
-    if path.exists() and SCRIPT_MARK not in _first_bytes(path):
-        raise InputError(f"{printable(path)} exists and is not a script of detr-bf compare: give another name")
+    if path.exists():
+        with path.open("rb") as file:
+            if SCRIPT_MARK.encode() not in file.read(2**10):
+                raise InputError(f"{printable(path)} exists and is not a script of detr-bf compare: give another name")
     workers = max(config.data.workers for config in experiment.configs.values())
     log = shlex.quote(str(folder.path.absolute() / "logs" / "slurm-%A_%a.txt"))
     cases = [
@@ -140,13 +142,7 @@ case "$SLURM_ARRAY_TASK_ID" in
 esac
 """
     make_output_folder(folder.path / "logs", "--output")
-    with atomic_write(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
-
-
-def _first_bytes(path: Path) -> str:
-    with path.open("rb") as file:
-        return file.read(2**10).decode("utf-8", errors="replace")
+    write_text(path, text)
 
 
 def check_data(experiment: Experiment, cells: Sequence[ExperimentCell]) -> None:
@@ -173,19 +169,13 @@ def check_data(experiment: Experiment, cells: Sequence[ExperimentCell]) -> None:
             known.add(key)
             with prefix_errors(f"arm {cell.arm}"):
                 task_of(config).check()
-                _check_class(experiment.primary, config)
-
-
-def _check_class(primary: str, config: RunConfig) -> None:
-    """Check that the class of a primary metric ``AP/CLASS`` is in the data.
-
-    Raises:
-        InputError: it is not.
-    """
-    if primary.startswith(CLASS_METRIC):
-        names = task_of(config).load_data().class_map.distinct_names
-        if primary.removeprefix(CLASS_METRIC) not in names:
-            raise InputError(f"primary '{printable(primary)}' names no class of the data; classes: {listed(names)}")
+                if experiment.primary.startswith(CLASS_METRIC):
+                    names = task_of(config).load_data().class_map.distinct_names
+                    if experiment.primary.removeprefix(CLASS_METRIC) not in names:
+                        raise InputError(
+                            f"primary '{printable(experiment.primary)}' names no class of the data; classes: "
+                            f"{listed(names)}"
+                        )
 
 
 # Training.
@@ -204,18 +194,13 @@ class _Running:
 
 @dataclass
 class CellRunner:
-    """Trains cells, ``jobs`` at a time, each in a process of its own.
-
-    Args:
-        threads: of each process.
-        discard_weights: remove the checkpoints of each finished run.
-    """
+    """Trains cells, ``jobs`` at a time, each in a process of its own."""
 
     experiment: Experiment
     folder: ExperimentFolder
     jobs: int
-    threads: int = 1
-    discard_weights: bool = False
+    threads: int = 1  # of each process
+    discard_weights: bool = False  # remove the checkpoints of each finished run
 
     def __post_init__(self) -> None:
         self.failures: dict[ExperimentCell, str] = {}

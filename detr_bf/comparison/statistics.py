@@ -30,11 +30,11 @@ class Estimate:
     standard_error: float | None = None
     df: float = 0.0
 
-    def interval(self, confidence: float = CONFIDENCE) -> tuple[float, float] | None:
-        """Return both ends of the interval, None without a standard error."""
+    def interval(self) -> tuple[float, float] | None:
+        """Return both ends of the 95 % interval, None without a standard error."""
         if self.standard_error is None:
             return None
-        half = float(stats.t.ppf((1 + confidence) / 2, self.df)) * self.standard_error
+        half = float(stats.t.ppf((1 + CONFIDENCE) / 2, self.df)) * self.standard_error
         return self.mean - half, self.mean + half
 
     @property
@@ -46,11 +46,9 @@ class Estimate:
             return float(self.mean == 0)
         return float(2 * stats.t.sf(abs(self.mean) / self.standard_error, self.df))
 
-    def detectable(self, power: float = POWER, alpha: float = SIGNIFICANCE) -> float | None:
+    def detectable(self) -> float | None:
         """Return :func:`detectable_difference` for this standard error, None without one."""
-        if self.standard_error is None:
-            return None
-        return detectable_difference(self.standard_error, self.df, power, alpha)
+        return None if self.standard_error is None else detectable_difference(self.standard_error, self.df)
 
 
 def student_estimate(
@@ -176,16 +174,12 @@ def _fold_means(values: Sequence[float], folds: Sequence[Hashable] | None) -> li
     return [float(np.mean(own)) for own in members.values()]
 
 
-def sign_flip_p(differences: Sequence[float], seed: int = 0) -> float:
+def sign_flip_p(differences: Sequence[float]) -> float:
     """Two-sided p of the mean under all sign patterns of the differences (Fisher's randomization test).
 
     It assumes only that a difference and its negative are equally likely if the arms are equal. Up to 16 pairs all 2^n
     patterns are enumerated, and p is exact; the smallest possible value is 2 / 2^n (0.0625 for 5 pairs). Beyond, p is
-    estimated from 100,000 random patterns and the observed one.
-
-    Args:
-        differences: (n,) finite numbers.
-        seed: of the random patterns.
+    estimated from 100,000 random patterns of a fixed seed and the observed one. The differences must be finite.
     """
     values = np.asarray(differences, dtype=np.float64)
     count = len(values)
@@ -194,7 +188,7 @@ def sign_flip_p(differences: Sequence[float], seed: int = 0) -> float:
         for value in values:
             sums = np.concatenate([sums - value, sums + value])
     else:
-        signs = np.random.default_rng(seed).integers(0, 2, (_SAMPLED_SIGNS, count), dtype=np.int8)
+        signs = np.random.default_rng(0).integers(0, 2, (_SAMPLED_SIGNS, count), dtype=np.int8)
         sums = np.append((2 * signs - 1) @ values, values.sum())
     # sums that differ only by the rounding of another order of addition count as equal
     bound = abs(values.sum()) - 1e-12 * np.abs(values).sum()
@@ -211,37 +205,22 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return adjusted
 
 
-def power_of_t_test(noncentrality: float, df: float, alpha: float = SIGNIFICANCE) -> float:
+def power_of_t_test(noncentrality: float, df: float) -> float:
     """Return the probability that a two-sided t-test rejects; the noncentrality is difference / standard error."""
-    bound = float(stats.t.ppf(1 - alpha / 2, df))
+    bound = float(stats.t.ppf(1 - SIGNIFICANCE / 2, df))
     below = float(stats.nct.cdf(-bound, df, noncentrality))  # SciPy returns NaN for values under about 1e-15
     return float(stats.nct.sf(bound, df, noncentrality)) + (0.0 if math.isnan(below) else below)
 
 
-def power_of_pairs(difference: float, deviation: float, pairs: int, alpha: float = SIGNIFICANCE) -> float:
-    """Return the probability that a paired t-test tells a true difference; for planning before anything is run.
-
-    Args:
-        difference: true mean difference.
-        deviation: standard deviation of the paired differences.
-        pairs: number of pairs, 2 or more.
-        alpha: significance level.
-    """
-    return power_of_t_test(abs(difference) / (deviation / math.sqrt(pairs)), pairs - 1, alpha)
-
-
-def detectable_difference(standard_error: float, df: float, power: float = POWER, alpha: float = SIGNIFICANCE) -> float:
-    """Return the smallest true difference that a two-sided t-test tells with this power.
+def detectable_difference(standard_error: float, df: float) -> float:
+    """Return the smallest true difference that a two-sided t-test tells with 80 % power, for one comparison.
 
     Args:
         standard_error: of the mean difference; deviation / sqrt(n) for n pairs.
         df: degrees of freedom; n - 1 for n pairs. Less than 1 counts as 1, the least with a computable power.
-        power: probability of telling it.
-        alpha: significance level, not corrected for several arms.
     """
     df = max(df, 1.0)
-    bound = float(stats.t.ppf(1 - alpha / 2, df))
-    upper = 2 * bound  # half of all experiments reject at about `bound`
-    while power_of_t_test(upper, df, alpha) < power:
+    upper = 2 * float(stats.t.ppf(1 - SIGNIFICANCE / 2, df))  # half of all experiments reject at about half of this
+    while power_of_t_test(upper, df) < POWER:
         upper *= 1.5
-    return standard_error * float(optimize.brentq(lambda x: power_of_t_test(x, df, alpha) - power, 0, upper))
+    return standard_error * float(optimize.brentq(lambda x: power_of_t_test(x, df) - POWER, 0, upper))

@@ -36,7 +36,7 @@ _NUM_THRESHOLDS, _NUM_SIZES = 10, 4
 _RECALLS = np.linspace(0.0, 1.0, 101)  # as in pycocotools
 _CHUNK = 2**22  # numbers of one temporary array
 _MAX_ARRAY = 2**32  # bytes of one array of a file
-_DTYPES = ("|u1", "<u2", "<u4", "<u8", "<i4", "<i8", "<f8")
+_DTYPES = ("|u1", "<u2", "<u4", "<u8")  # of whole numbers
 
 
 class ImageTable(Protocol):
@@ -114,7 +114,7 @@ class BoxTable:
 
     def metrics(self, weights: np.ndarray) -> dict[str, np.ndarray]:
         """Return AP, AP50, AP75, APs, APm, APl and AP/CLASS of every class; see :meth:`ImageTable.metrics`."""
-        weights = _checked_weights(weights, len(self.image_ids))
+        assert weights.shape[1:] == (len(self.image_ids),), "weights must be (resamples, images)"
         planes = [self.hits[..., start:end] for start, end in itertools.pairwise(self.starts)]
         most_hits = max((int(plane.sum(-1).max(initial=0)) for plane in planes), default=0)
         rows = max(1, _CHUNK // max(1, most_hits))
@@ -333,7 +333,8 @@ class PanopticTable:
 
     def metrics(self, weights: np.ndarray) -> dict[str, np.ndarray]:
         """Return PQ, SQ, RQ, PQ_th and PQ_st; see :meth:`ImageTable.metrics`."""
-        rows = _checked_weights(weights, len(self.image_ids)).astype(np.float64)
+        assert weights.shape[1:] == (len(self.image_ids),), "weights must be (resamples, images)"
+        rows = weights.astype(np.float64)
         iou = rows @ self.iou  # (R, K)
         matched, false_positives, false_negatives = (rows @ count for count in self.counts.astype(np.float64))
         size = matched + 0.5 * false_positives + 0.5 * false_negatives
@@ -359,8 +360,8 @@ class PanopticTable:
             InputError: the content is damaged.
         """
         image_ids, things = _ids(state), state.get("is_thing")
-        _require(isinstance(things, list) and all(type(t) is int and t in (0, 1) for t in things), "no list is_thing")
-        assert isinstance(things, list)
+        if not (isinstance(things, list) and all(type(t) is int and t in (0, 1) for t in things)):
+            raise _damaged("no list is_thing")
         shape = len(image_ids), len(things)
         iou, counts = _unpacked(state, "iou", shape, np.float64), _unpacked(state, "counts", (3, *shape))
         _require(not counts.size or counts.min() >= 0, "a count is negative")
@@ -381,7 +382,7 @@ class ClassifierTable:
 
     def metrics(self, weights: np.ndarray) -> dict[str, np.ndarray]:
         """Return top1, balanced, and those of many, medium and few with an image; see :meth:`ImageTable.metrics`."""
-        weights = _checked_weights(weights, len(self.image_ids))
+        assert weights.shape[1:] == (len(self.image_ids),), "weights must be (resamples, images)"
         order = np.argsort(self.labels, kind="stable")
         present, firsts = np.unique(self.labels[order], return_index=True)
         right = self.labels == self.predicted
@@ -434,16 +435,11 @@ def _mean_of_known(values: np.ndarray) -> np.ndarray:
     return mean
 
 
-def _checked_weights(weights: np.ndarray, num_images: int) -> np.ndarray:
-    assert weights.shape[1:] == (num_images,), "weights must be (resamples, images)"
-    return weights
-
-
 def _packed(array: np.ndarray) -> dict[str, Any]:
     """Return an array for JSON; whole numbers from 0 in the smallest type."""
     if array.dtype.kind in "iu":
         limit = int(array.max(initial=0))
-        array = array.astype(next(dtype for dtype in _DTYPES[:4] if limit <= np.iinfo(dtype).max))
+        array = array.astype(next(dtype for dtype in _DTYPES if limit <= np.iinfo(dtype).max))
     data = base64.b85encode(zlib.compress(np.ascontiguousarray(array).tobytes(), 9)).decode("ascii")
     return {"dtype": array.dtype.newbyteorder("<").str, "shape": list(array.shape), "data": data}
 
@@ -455,14 +451,14 @@ def _unpacked(state: Mapping[str, Any], key: str, shape: tuple[int, ...], dtype:
         InputError: it is missing or damaged.
     """
     entry = state.get(key)
-    _require(isinstance(entry, Mapping) and entry.get("shape") == list(shape), f"{key} is not of shape {list(shape)}")
-    assert isinstance(entry, Mapping)
+    if not (isinstance(entry, Mapping) and entry.get("shape") == list(shape)):
+        raise _damaged(f"{key} is not of shape {list(shape)}")
     found, data = entry.get("dtype"), entry.get("data")
-    expected = _DTYPES[:4] if dtype is np.int64 else ("<f8",)
-    _require(found in expected and isinstance(data, str), f"{key} is not of type {' or '.join(expected)}")
+    expected = _DTYPES if dtype is np.int64 else ("<f8",)
+    if found not in expected or not isinstance(data, str):
+        raise _damaged(f"{key} is not of type {' or '.join(expected)}")
     size = math.prod(shape) * np.dtype(found).itemsize
     _require(size <= _MAX_ARRAY, f"{key} is larger than {_MAX_ARRAY} bytes")
-    assert isinstance(data, str)
     try:
         decoder = zlib.decompressobj()
         content = decoder.decompress(base64.b85decode(data), size + 1)
@@ -476,16 +472,16 @@ def _unpacked(state: Mapping[str, Any], key: str, shape: tuple[int, ...], dtype:
 
 def _ids(state: Mapping[str, Any]) -> tuple[int, ...]:
     ids = state.get("image_ids")
-    _require(isinstance(ids, list) and bool(ids) and all(type(i) is int for i in ids), "image_ids is not a list of ids")
-    assert isinstance(ids, list)
+    if not (isinstance(ids, list) and ids and all(type(i) is int for i in ids)):
+        raise _damaged("image_ids is not a list of ids")
     _require(all(a < b for a, b in itertools.pairwise(ids)), "image_ids do not ascend")
     return tuple(ids)
 
 
 def _names(state: Mapping[str, Any], key: str) -> tuple[str, ...]:
     names = state.get(key)
-    _require(isinstance(names, list) and all(isinstance(name, str) for name in names), f"{key} is not a list of names")
-    assert isinstance(names, list)
+    if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        raise _damaged(f"{key} is not a list of names")
     return tuple(names)
 
 

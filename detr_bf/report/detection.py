@@ -11,7 +11,7 @@ from detr_bf.common.text import counted
 from detr_bf.config import DetectionConfig, config_to_dict, flatten_settings
 from detr_bf.config.common import ContextBroadcastingConfig, LocalizationConfig
 from detr_bf.config.detection import DetectorPluginsConfig
-from detr_bf.evaluation import CocoSummary, PanopticClassResult, PanopticSummary, Result
+from detr_bf.evaluation import CocoSummary, PanopticSummary, Result
 from detr_bf.evaluation.results import SIZE_NAMES, OperatingPoint
 from detr_bf.report.curves import DETECTION_CURVES
 from detr_bf.report.page import headline, missing, percent, row, section, table, validation_sheet
@@ -150,14 +150,12 @@ def _panoptic_headline(summary: PanopticSummary) -> str:
 
 def _panoptic_table(summary: PanopticSummary) -> str:
     ordered = sorted(summary.per_class.items(), key=lambda item: -1.0 if item[1].PQ is None else item[1].PQ)
-    titles = ("Class", "PQ", "SQ", "RQ", "Found", "Wrong", "Missed")
-    return table(titles, (_panoptic_row(name, result) for name, result in reversed(ordered)))
-
-
-def _panoptic_row(name: str, result: PanopticClassResult) -> str:
-    values = [percent(value) for value in (result.PQ, result.SQ, result.RQ)]
-    counts = [f"{number:,}" for number in (result.tp, result.fp, result.fn)]
-    return row(name, result.PQ, values + counts, "" if result.is_thing else "stuff")
+    rows = []
+    for name, result in reversed(ordered):
+        values = [percent(value) for value in (result.PQ, result.SQ, result.RQ)]
+        counts = [f"{number:,}" for number in (result.tp, result.fp, result.fn)]
+        rows.append(row(name, result.PQ, values + counts, "" if result.is_thing else "stuff"))
+    return table(("Class", "PQ", "SQ", "RQ", "Found", "Wrong", "Missed"), rows)
 
 
 def _class_table(summary: CocoSummary) -> str:

@@ -37,6 +37,7 @@ _PALETTE: tuple[Colour, ...] = (
     (204, 121, 167),
 )
 _TINTS = ((0, 0.0), (255, 0.5), (0, 0.4))  # grey level and its share, for each repetition of the palette
+_LEAST_SIDE = 640  # pixels of the longer side of a picture with boxes or segments
 DARK: Colour = (20, 22, 26)
 _LIGHT: Colour = (255, 255, 255)
 
@@ -89,7 +90,6 @@ def draw_boxes(
     labels: Tensor,
     class_names: Sequence[str],
     scores: Tensor | None = None,
-    min_size: int = 640,
 ) -> Tensor:
     """Draw labelled boxes on a copy of an image.
 
@@ -99,20 +99,19 @@ def draw_boxes(
         labels: (N,) int64, indices into ``class_names``.
         class_names: drawn as :func:`~detr_bf.report.fonts.legible` returns them.
         scores: (N,) float in [0, 1]; written after the names. Labels of high scores are positioned first.
-        min_size: pixels; a smaller image is enlarged until its longer side has this length.
 
     Returns:
-        (3, H', W') uint8 with the aspect ratio of H and W.
+        (3, H', W') uint8 with the aspect ratio of H and W, and a longer side of at least 640 pixels.
     """
-    picture, scale = enlarged(image, min_size)
+    picture, scale = enlarged(image)
     paint_marks(picture, make_marks(boxes * scale, labels, class_names, scores), font_size_for(picture))
     return transforms.pil_to_tensor(picture)
 
 
-def enlarged(image: Tensor, min_size: int) -> tuple[Image.Image, float]:
-    """Enlarge (3, H, W) uint8 to a longer side of at least ``min_size`` pixels; return picture and scale factor."""
+def enlarged(image: Tensor) -> tuple[Image.Image, float]:
+    """Enlarge (3, H, W) uint8 to a longer side of at least 640 pixels; return picture and scale factor."""
     picture = transforms.to_pil_image(image)
-    scale = max(1.0, min_size / max(picture.size))
+    scale = max(1.0, _LEAST_SIDE / max(picture.size))
     size = max(1, round(picture.width * scale)), max(1, round(picture.height * scale))
     return picture.resize(size, Image.Resampling.BICUBIC), scale
 

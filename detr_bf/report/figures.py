@@ -47,14 +47,14 @@ def check_suffix(output: str | Path, what: str) -> None:
         raise InputError(f"{what} written as .svg, .png or .pdf; got '{output}'")
 
 
-def save_figure(output: str | Path, figure: Figure, dpi: int = 150) -> None:
+def save_figure(output: str | Path, figure: Figure) -> None:
     """Atomically write a figure; the suffix, already checked, chooses the format.
 
     Text from outside must have passed :func:`~detr_bf.report.fonts.plain`.
     """
     add_fallback_fonts(figure)
     with atomic_write(output) as temporary:
-        figure.savefig(temporary, format=Path(output).suffix[1:], dpi=dpi)
+        figure.savefig(temporary, format=Path(output).suffix[1:], dpi=150)
 
 
 def title(axes: Axes, text: str) -> None:
@@ -140,10 +140,10 @@ def check_same_images(runs: Mapping[str, Sequence[tuple[int, str]]]) -> None:
             )
 
 
-def draw_sheet(heading: str, columns: Mapping[str, Sequence[Cell]], across: int = 2) -> Figure:
-    """Draw columns of equal length under their names, wrapped into ``across`` groups side by side."""
+def draw_sheet(heading: str, columns: Mapping[str, Sequence[Cell]]) -> Figure:
+    """Draw columns of equal length under their names, wrapped into two groups side by side."""
     count = len(next(iter(columns.values())))
-    across = min(across, count)
+    across = min(2, count)
     lines, wide = math.ceil(count / across), across * len(columns)
     line = _CELL * max(cell.picture.shape[0] / cell.picture.shape[1] for cell in next(iter(columns.values()))) + 0.3
     figure, grid = picture_grid(heading, lines, wide, wide * _CELL, lines * line + 0.6)

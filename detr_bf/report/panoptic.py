@@ -39,7 +39,7 @@ class PanopticSheetRow:
     file_name: str = ""
 
 
-def draw_panoptic(image: Tensor, panoptic: PanopticMap, names: Sequence[str], min_size: int = 640) -> Tensor:
+def draw_panoptic(image: Tensor, panoptic: PanopticMap, names: Sequence[str]) -> Tensor:
     """Tint, outline and name the segments on a copy of an image, which is grey inside segments.
 
     The first segment of a class has the class's colour (:func:`~detr_bf.report.drawing.class_colour`), others have
@@ -50,26 +50,32 @@ def draw_panoptic(image: Tensor, panoptic: PanopticMap, names: Sequence[str], mi
         image: (3, H, W) uint8.
         panoptic: map of the image's size.
         names: class names by contiguous index.
-        min_size: pixels; a smaller image is enlarged until its longer side has this length.
 
     Returns:
-        (3, h, w) uint8 with the aspect ratio of H and W.
+        (3, h, w) uint8 with the aspect ratio of H and W, and a longer side of at least 640 pixels.
 
     Raises:
         InputError: image and map have different sizes.
     """
     check_map_size(image, panoptic)
-    picture, _ = enlarged(image, min_size)
+    picture, _ = enlarged(image)
     return transforms.pil_to_tensor(_paint_classes(picture, panoptic, names, font_size_for(picture)))
 
 
-def panoptic_sheet(rows: Sequence[PanopticSheetRow], names: Sequence[str], pairs_per_line: int = 2) -> Image.Image:
+def panoptic_sheet(rows: Sequence[PanopticSheetRow], names: Sequence[str]) -> Image.Image:
     """Draw ground truth on the left and predictions on the right.
 
     Raises:
         InputError: ``rows`` is empty, or an image and its maps have different sizes.
     """
-    return lay_out([_paint_pair(row, names) for row in rows], (GROUND_TRUTH, "Predictions"), pairs_per_line)
+    strips = []
+    for row in rows:
+        _, *pictures = _painted(row.image, (row.truth, row.found), names)
+        counts = (
+            f"{counted(len(row.truth.segments), 'segment')} in the ground truth, {len(row.found.segments)} predicted"
+        )
+        strips.append(Strip(tuple(pictures), (row.file_name, counts)))
+    return lay_out(strips, (GROUND_TRUTH, "Predictions"))
 
 
 def panoptic_comparison(
@@ -87,11 +93,8 @@ def panoptic_comparison(
     """
     strips = []
     for image, caption, maps in rows:
-        for panoptic in maps:
-            check_map_size(image, panoptic)
-        picture, _ = fit(image)
-        painted = (_paint_classes(picture, panoptic, names, LABEL_SIZE) for panoptic in maps)
-        strips.append(Strip((picture, *painted), (caption, *(counted(len(each.segments), "segment") for each in maps))))
+        counts = (counted(len(panoptic.segments), "segment") for panoptic in maps)
+        strips.append(Strip(_painted(image, maps, names), (caption, *counts)))
     return lay_out(strips, ("Image", *titles), strips_per_line=1)
 
 
@@ -145,13 +148,12 @@ def interior_points(numbers: NDArray[np.int32], sizes: Sequence[tuple[int, int]]
     return points
 
 
-def _paint_pair(row: PanopticSheetRow, names: Sequence[str]) -> Strip:
-    for panoptic in (row.truth, row.found):
-        check_map_size(row.image, panoptic)
-    picture, _ = fit(row.image)
-    truth, found = (_paint_classes(picture, panoptic, names, LABEL_SIZE) for panoptic in (row.truth, row.found))
-    counts = f"{counted(len(row.truth.segments), 'segment')} in the ground truth, {len(row.found.segments)} predicted"
-    return Strip((truth, found), (row.file_name, counts))
+def _painted(image: Tensor, maps: Sequence[PanopticMap], names: Sequence[str]) -> tuple[Image.Image, ...]:
+    """Return the image at the size of a sheet, without and with each of the maps."""
+    for panoptic in maps:
+        check_map_size(image, panoptic)
+    picture, _ = fit(image)
+    return picture, *(_paint_classes(picture, panoptic, names, LABEL_SIZE) for panoptic in maps)
 
 
 def check_map_size(image: Tensor, panoptic: PanopticMap) -> None:

@@ -82,16 +82,14 @@ class Strip:
             draw.text((x, below), shorten(text, font, cell), fill=FAINT, font=font)
 
 
-def comparison_sheet(
-    rows: Sequence[SheetRow], class_names: Sequence[str], threshold: float = 0.5, pairs_per_line: int = 2
-) -> Image.Image:
+def comparison_sheet(rows: Sequence[SheetRow], class_names: Sequence[str], threshold: float = 0.5) -> Image.Image:
     """Draw ground truth on the left and detections with a score of at least ``threshold`` on the right.
 
     Raises:
         InputError: ``rows`` is empty.
     """
     pairs = [_paint_pair(row, class_names, threshold) for row in rows]
-    return lay_out(pairs, (GROUND_TRUTH, f"Predictions, score ≥ {threshold:.3g}"), pairs_per_line)
+    return lay_out(pairs, (GROUND_TRUTH, f"Predictions, score ≥ {threshold:.3g}"))
 
 
 def augmented_sheet(
@@ -119,14 +117,14 @@ def augmented_sheet(
     return lay_out(strips, titles, 1, _VERSION_CELL)
 
 
-def prediction_sheet(rows: Sequence[ProbableClasses], images_per_line: int = 3) -> Image.Image:
+def prediction_sheet(rows: Sequence[ProbableClasses]) -> Image.Image:
     """Draw each image beside its most probable classes.
 
     Raises:
         InputError: ``rows`` is empty.
     """
     strips = [Strip((fit(row.image, _CLASSES_CELL)[0], _paint_classes(row)), (row.caption, "")) for row in rows]
-    return lay_out(strips, ("Image", "Most probable"), images_per_line, _CLASSES_CELL)
+    return lay_out(strips, ("Image", "Most probable"), 3, _CLASSES_CELL)
 
 
 def lay_out(strips: Sequence[Strip], titles: Sequence[str], strips_per_line: int = 2, cell: int = CELL) -> Image.Image:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import cases
 import kernels
 from detr_bf.ops import library
 from tests.kernels import needs_kernels
@@ -15,8 +16,8 @@ from tests.kernels import needs_kernels
 @needs_kernels
 def test_one_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    usual = kernels.training_step
-    monkeypatch.setattr(kernels, "training_step", lambda *args: (seen.append(library.PROBLEMS["cpu"]), usual(*args)))
+    usual = cases.training_step
+    monkeypatch.setattr(cases, "training_step", lambda *args: (seen.append(library.PROBLEMS["cpu"]), usual(*args)))
     size = ["--height", "64", "--width", "96", "--rounds", "2", "--device", "cpu"]
     recipe = "deformable_detr/deformable_detr_r50_single_scale"
     assert kernels.main([*size, "--recipes", recipe, "--output", str(tmp_path / "rows.json")]) == 0

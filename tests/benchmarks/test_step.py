@@ -212,7 +212,7 @@ class Inner(nn.Module):
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr(step.time, "perf_counter", lambda: made.now)
+    monkeypatch.setattr(time, "perf_counter", lambda: made.now)
     return made
 
 

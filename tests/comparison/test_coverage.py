@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from detr_bf.comparison.resampling import DifferenceEstimates, ImageTable, resample, resample_differences
-from detr_bf.comparison.tables import BoxTable
+from detr_bf.comparison.resampling import DifferenceEstimates, resample, resample_differences
+from detr_bf.comparison.tables import BoxTable, ImageTable
 
 IMAGES = 72
 THRESHOLDS = np.arange(0.5, 0.96, 0.05)

@@ -18,17 +18,8 @@ from detr_bf.classification.metrics import ClassificationEvaluator, write_predic
 from detr_bf.common.errors import InputError
 from detr_bf.common.files import write_json, write_text
 from detr_bf.common.structures import ClassMap, Detections, PanopticMap
-from detr_bf.comparison.resampling import (
-    BoxTable,
-    ClassifierTable,
-    ImageTable,
-    PanopticTable,
-    image_draws,
-    resample,
-    resample_differences,
-    table_from_dict,
-    table_of,
-)
+from detr_bf.comparison.resampling import image_draws, resample, resample_differences, table_of
+from detr_bf.comparison.tables import BoxTable, ClassifierTable, ImageTable, PanopticTable, table_from_dict
 from detr_bf.config import DetectionConfig, config_from_dict, config_to_yaml
 from detr_bf.evaluation import CocoEvaluator, PanopticEvaluator, PanopticFile, write_panoptic, write_results
 
