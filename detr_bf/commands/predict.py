@@ -232,11 +232,7 @@ class InputImages:
         self.unreadable: list[str] = []
 
     def __iter__(self) -> Iterator[tuple[int, Path, Tensor]]:
-        """Yield index, file and pixels of the readable images.
-
-        Raises:
-            InputError: no image is readable.
-        """
+        """Yield index, file and pixels of the readable images (InputError: no image is readable)."""
         for number, file in enumerate(progress_bar(self.files, desc="predicting", unit="image")):
             try:
                 pixels = read_image(file, max_pixels=self.max_pixels)

@@ -63,11 +63,7 @@ class Registry(dict[str, T]):
         self.files: dict[str, UserFile] = {}  # of the parts that :func:`extended` has added
 
     def register(self, name: str) -> Callable[[E], E]:
-        """Return a decorator that enters a function or class.
-
-        Raises:
-            InputError: the name is taken.
-        """
+        """Return a decorator that enters a function or class (InputError: the name is taken)."""
         if not isinstance(name, str) or not name.isidentifier():
             raise InputError(f"the name of a {self.kind} must be an identifier, got {printable(repr(name))}")
         if name in self:
@@ -83,11 +79,7 @@ class Registry(dict[str, T]):
         return enter
 
     def find(self, name: str, setting: str) -> T:
-        """Return the part that a setting names.
-
-        Raises:
-            InputError: there is none.
-        """
+        """Return the part that a setting names (InputError: there is none)."""
         if name not in self:
             known = ", ".join(sorted(self)) or "none"
             raise InputError(
@@ -198,11 +190,7 @@ def _warn_of_other_content(file: UserFile, digest: str) -> None:
 
 @cache
 def _parts(file: UserFile) -> tuple[tuple[Registry[Any], str, Any], ...]:
-    """Execute a file and return what it registers.
-
-    Raises:
-        InputError: its code fails, or it registers nothing.
-    """
+    """Execute a file and return what it registers (InputError: its code fails, or it registers nothing)."""
     global _loading
     shown, outer = printable(file.path), _loading
     module = ModuleType(f"detr_bf_plugin_{file.path.stem}_{file.digest[:16]}")

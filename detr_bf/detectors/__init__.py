@@ -35,11 +35,7 @@ DETECTORS: dict[str, DetectorKind] = {
 
 
 def detector_named(name: str) -> DetectorKind:
-    """Return a detector by its name.
-
-    Raises:
-        InputError: there is no such detector.
-    """
+    """Return a detector by its name (InputError: there is no such detector)."""
     if name not in DETECTORS:
         raise InputError(f"model.name must be one of {', '.join(DETECTORS)}; got '{name}'")
     return DETECTORS[name]

@@ -44,11 +44,7 @@ class Checkpoint:
         return ClassMap.from_dict(self.class_map)
 
     def state_to_resume(self, source: str) -> dict[str, Any]:
-        """Return the training state.
-
-        Raises:
-            InputError: the checkpoint holds none.
-        """
+        """Return the training state (InputError: the checkpoint holds none)."""
         if self.training is None:
             raise InputError(
                 f"{source} holds only weights (it was converted or stripped) and no training state to resume: start "

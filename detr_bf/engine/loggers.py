@@ -275,11 +275,7 @@ def _starting(name: str) -> Iterator[None]:
 
 
 def check_loggers(names: Sequence[str]) -> None:
-    """Import the libraries of loggers.
-
-    Raises:
-        InputError: one is missing; the message names the extra to install.
-    """
+    """Import the libraries of loggers (InputError: one is missing; the message names the extra to install)."""
     for name in names:
         with _starting(name):
             pass

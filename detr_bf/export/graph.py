@@ -165,11 +165,7 @@ class ExportGraph(nn.Module):
 
 
 def imported(name: str) -> Any:
-    """Return a package of the extra ``export``.
-
-    Raises:
-        InputError: it is not installed.
-    """
+    """Return a package of the extra ``export`` (InputError: it is not installed)."""
     try:
         return import_module(name)
     except ImportError as error:

@@ -70,11 +70,7 @@ def save_shared(
     name: str,
     licence: str | None,
 ) -> None:
-    """Write the folder; ``config.json`` is written last.
-
-    Raises:
-        InputError: one of the files exists, or cannot be written.
-    """
+    """Write the folder; ``config.json`` is written last (InputError: one of the files exists, or cannot be written)."""
     for file in (WEIGHTS, CONFIG, CARD):
         if (folder / file).exists() or (folder / file).is_symlink():
             raise InputError(f"{printable(folder / file)} exists: give a new folder")
@@ -97,11 +93,7 @@ def save_shared(
 
 
 def load_shared(folder: Path) -> Checkpoint:
-    """Return the content of a folder as a checkpoint.
-
-    Raises:
-        InputError: a file is missing, damaged or of another program.
-    """
+    """Return the content of a folder as a checkpoint (InputError: a file is missing, damaged or of another program)."""
     path = folder / CONFIG
     try:
         content = read_json(path)

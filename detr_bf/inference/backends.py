@@ -81,11 +81,7 @@ class FileBackend:
         return printable(str(self.model.metadata.get("precision", "float32")))
 
     def on(self, device: str | torch.device | None) -> FileBackend:
-        """Return this backend.
-
-        Raises:
-            InputError: the file is computed on another device than ``device``.
-        """
+        """Return this backend (InputError: the file is computed on another device than ``device``)."""
         if str(device or "auto") not in ("auto", self.model.device.type):
             where = "the CPU" if self.model.device.type == "cpu" else "the GPU"
             raise InputError(

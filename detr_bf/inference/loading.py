@@ -70,11 +70,7 @@ def create_model(
 
 
 def recipe_config(name: str, overrides: Sequence[str] = ()) -> DetectionConfig:
-    """Return the settings of the recipe ``configs/*/NAME.yaml``.
-
-    Raises:
-        InputError: no such recipe, or an unknown setting.
-    """
+    """Return the settings of the recipe ``configs/*/NAME.yaml`` (InputError: no such recipe, or an unknown setting)."""
     config: DetectionConfig = load_config(recipe_file(name), list(overrides), task="detection")
     return config
 
@@ -154,11 +150,7 @@ def load_predictor(path: str | Path, device: str = "auto") -> Predictor | Classi
 
 
 def _detection_predictor(config: DetectionConfig, checkpoint: Checkpoint, source: Path) -> Predictor:
-    """Return the trained detector of a checkpoint.
-
-    Raises:
-        InputError: the weights are another model's.
-    """
+    """Return the trained detector of a checkpoint (InputError: the weights are another model's)."""
     classes, device = checkpoint.classes, device_of(config.device)
     model = build_and_load(
         lambda: build_model(config, classes.num_classes, pretrained=False), checkpoint.weights, source

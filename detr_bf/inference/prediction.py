@@ -103,11 +103,7 @@ class PredictedImage:
 
     @property
     def image(self) -> Tensor:
-        """Pixels (3, H, W) uint8 RGB.
-
-        Raises:
-            InputError: its file was removed, or replaced by an image of another size.
-        """
+        """Pixels (3, H, W) uint8 RGB (InputError: its file was removed, or replaced by an image of another size)."""
         if isinstance(self.given, Tensor):
             return self.given
         pixels = read_image(self.given, max_pixels=self.max_pixels, grey_bits=self.grey_bits)
@@ -306,11 +302,7 @@ class Prediction(PredictedImage, Detections):
         return text.getvalue()
 
     def to_pandas(self) -> pd.DataFrame:
-        """Return the table of the objects as a data frame.
-
-        Raises:
-            InputError: pandas is not installed.
-        """
+        """Return the table of the objects as a data frame (InputError: pandas is not installed)."""
         try:
             import pandas as pd
         except ImportError as error:

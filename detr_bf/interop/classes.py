@@ -89,11 +89,7 @@ def coco_classes(*, stuff: bool = False) -> ClassMap:
 
 
 def class_rows(weights: Mapping[str, Tensor]) -> int:
-    """Return the number of rows of the class heads.
-
-    Raises:
-        InputError: no class head, or class heads of different size.
-    """
+    """Return the number of rows of the class heads (InputError: no class head, or class heads of different size)."""
     found = sorted({len(tensor) for name, tensor in weights.items() if _HEAD.fullmatch(name)})
     if len(found) != 1:
         said = f"class heads of {found} rows, expected one size" if found else "no class head, expected a detector"

@@ -245,11 +245,7 @@ def _record(part: Path) -> Path:
 
 
 def _verify(part: Path, expected: str, url: str) -> None:
-    """Compare the SHA-256 of a complete part; a wrong one is removed.
-
-    Raises:
-        InputError: it is another.
-    """
+    """Compare the SHA-256 of a complete part; a wrong one is removed (InputError: it is another)."""
     found = file_sha256(part)
     if not found.startswith(expected):
         part.unlink(missing_ok=True)

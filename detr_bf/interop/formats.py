@@ -185,11 +185,7 @@ NAMES = tuple(form.name for form in FORMATS)
 
 
 def format_named(name: str) -> Format:
-    """Return a format by name.
-
-    Raises:
-        InputError: unknown name.
-    """
+    """Return a format by name (InputError: unknown name)."""
     form = next((form for form in FORMATS if form.name == name), None)
     if form is None:
         raise InputError(f"no checkpoint format '{printable(name)}'; there are: {', '.join(NAMES)}")

@@ -51,11 +51,7 @@ _RESNETS_VD = {
 
 
 def transformers_library() -> Any:
-    """Import transformers.
-
-    Raises:
-        InputError: it is not installed.
-    """
+    """Import transformers (InputError: it is not installed)."""
     try:
         import transformers
     except ImportError as error:
@@ -232,11 +228,7 @@ def _check_shapes(model_class: Any, their_config: Any, state: Mapping[str, Tenso
 
 @torch.no_grad()
 def _compare(detector: Detector, theirs: nn.Module, *, normalised: bool) -> None:
-    """Compare both detectors on a random image.
-
-    Raises:
-        InputError: scores or boxes differ.
-    """
+    """Compare both detectors on a random image (InputError: scores or boxes differ)."""
     device = next(detector.parameters()).device
     generator = torch.Generator().manual_seed(0)
     image = torch.randint(256, (1, 3, _SIDE, _SIDE), generator=generator, dtype=torch.uint8)
@@ -358,11 +350,7 @@ def _our_settings(name: str, found: Any, processing: Mapping[str, Any]) -> list[
 
 
 def _our_backbone(name: str, found: Any) -> dict[str, Any]:
-    """Return the settings of the backbone.
-
-    Raises:
-        InputError: it is not a ResNet.
-    """
+    """Return the settings of the backbone (InputError: it is not a ResNet)."""
     body = found.backbone_config or SimpleNamespace(backbone=found.backbone, model_type="timm_backbone")
     if name.startswith("rtdetr"):
         shape = (body.layer_type, tuple(body.hidden_sizes), tuple(body.depths))

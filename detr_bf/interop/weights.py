@@ -30,11 +30,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 
 
 def under_our_names(state: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
-    """Return a state dict under our names; ``source`` is named in errors.
-
-    Raises:
-        InputError: unknown format.
-    """
+    """Return a state dict under our names; ``source`` is named in errors (InputError: unknown format)."""
     if format_of(state) is None and is_ours(state):
         return dict(state)
     return with_own_labels(from_foreign(state, source), source)
@@ -50,11 +46,7 @@ def read_state(path: Path) -> dict[str, Tensor]:
 
 
 def read_content(path: Path) -> Any:
-    """Read the whole content of a file without executing code from it.
-
-    Raises:
-        InputError: the file is missing or damaged.
-    """
+    """Read the whole content of a file without executing code from it (InputError: the file is missing or damaged)."""
     return read_safetensors(path) if path.suffix == ".safetensors" else read_torch(path)
 
 

@@ -226,11 +226,7 @@ def _check_folder(folder: RunFolder, resume: bool, resume_if_possible: bool) -> 
 
 
 def _begin(folder: RunFolder, created: CreatedFiles, marker: RunMarker) -> None:
-    """Mark the folder and start its log file.
-
-    Raises:
-        InputError: the folder cannot be written.
-    """
+    """Mark the folder and start its log file (InputError: the folder cannot be written)."""
     try:
         folder.mark(marker)
         created.add(folder.marker)

@@ -130,11 +130,7 @@ class Task(ABC, Generic[C]):
         """Return the model on the CPU; without ``pretrained`` its weights are to come from a checkpoint."""
 
     def check_start(self) -> None:
-        """Check that the settings give a new run the weights that it needs.
-
-        Raises:
-            InputError: they do not.
-        """
+        """Check that the settings give a new run the weights that it needs (InputError: they do not)."""
 
     @abstractmethod
     def initialize(self, model: nn.Module, classes: ClassMap) -> None:
@@ -177,11 +173,7 @@ class Task(ABC, Generic[C]):
         return weights
 
     def check_model(self, model: nn.Module, data: Any) -> None:
-        """Check that the model can be trained on the data.
-
-        Raises:
-            InputError: it cannot.
-        """
+        """Check that the model can be trained on the data (InputError: it cannot)."""
 
     def adopt_settings(self, checkpoint: Checkpoint) -> None:
         """Take over the settings that the run chose by itself when it started (in-place)."""
