@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from cases import NUM_CLASSES, PRESETS, SEED, Preset, Setting, bytes_kept, make_batch, make_optimizer
 from command import CONFIGS, cells, check_rounds, circumstances, make_parser
 from detr_bf.assembly import build_criterion, build_model
-from detr_bf.assembly.model import compile_model
+from detr_bf.assembly.compilation import compile_model
 from detr_bf.common.devices import device_of
 from detr_bf.common.errors import InputError
 from detr_bf.common.files import write_json

@@ -54,7 +54,6 @@ class Registry(dict[str, T]):
 
     Args:
         kind: of the parts, for messages: "batch mixer".
-        parts: those of the library.
     """
 
     def __init__(self, kind: str, parts: dict[str, T]) -> None:
@@ -153,11 +152,7 @@ def extended(files: Sequence[str | UserFile]) -> Iterator[None]:
 
 
 def _find(entry: str) -> UserFile:
-    """Return the file named by the user that an entry of ``plugins.files`` means.
-
-    Raises:
-        InputError: the user has not named it.
-    """
+    """Return the file named by the user that an entry of ``plugins.files`` means."""
     use_plugins(*filter(None, os.environ.get(VARIABLE, "").split(os.pathsep)))
     stored, _, digest = entry.partition(_DIGEST)
     name = Path(stored).name

@@ -19,19 +19,11 @@ from detr_bf.detectors.smca_multi_scale import smca_multi_scale
 
 __all__ = ["DETECTORS", "Detector", "MaskHead", "Options", "detector_named"]
 
-DETECTORS: dict[str, DetectorKind] = {
-    "conditional_detr": conditional_detr,
-    "dab_deformable_detr": dab_deformable_detr,
-    "dab_detr": dab_detr,
-    "deformable_detr": deformable_detr,
-    "detr": detr,
-    "dino": dino,
-    "dn_detr": dn_detr,
-    "rtdetr": rtdetr,
-    "rtdetrv2": rtdetrv2,
-    "smca": smca,
-    "smca_multi_scale": smca_multi_scale,
-}
+_KINDS: tuple[DetectorKind, ...] = (
+    *(conditional_detr, dab_deformable_detr, dab_detr, deformable_detr, detr, dino),
+    *(dn_detr, rtdetr, rtdetrv2, smca, smca_multi_scale),
+)
+DETECTORS = {kind.build.__name__: kind for kind in _KINDS}
 
 
 def detector_named(name: str) -> DetectorKind:

@@ -101,11 +101,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
 
 
 def check_stored(config: Any, class_map: Any, path: Path) -> None:
-    """Check the stored config, which must be plain data, and the stored class map.
-
-    Raises:
-        InputError: one of them has another structure.
-    """
+    """Check the stored config, which must be plain data, and the stored class map."""
     _check_plain(_mapping(config, "config", path), "config", path)
     classes = _mapping(class_map, "class_map", path)
     columns: list[Any] = [classes.get(name) for name in ("category_ids", "names", "is_thing")]
@@ -205,8 +201,13 @@ def _malformed(path: Path, name: str, expected: str) -> InputError:
 
 def is_checkpoint(path: Path) -> bool:
     """Return True for a checkpoint of this package, of any version; False for other weights."""
+    return _own_content(path) is not None
+
+
+def _own_content(path: Path) -> dict[str, Any] | None:
+    """Return the content of a checkpoint of this package, unchecked; None for other weights."""
     content = None if path.suffix == ".safetensors" else read_torch(path)
-    return isinstance(content, dict) and {"class_map", "config"} <= set(content)
+    return content if isinstance(content, dict) and {"class_map", "config"} <= set(content) else None
 
 
 def stored_classes(path: Path) -> ClassMap | None:
@@ -215,8 +216,7 @@ def stored_classes(path: Path) -> ClassMap | None:
     Raises:
         InputError: see :func:`detr_bf.common.files.read_torch`; the classes are damaged.
     """
-    content = None if path.suffix == ".safetensors" else read_torch(path)
-    if not (isinstance(content, dict) and {"class_map", "config"} <= set(content)):
+    if (content := _own_content(path)) is None:
         return None
     check_stored(content["config"], content["class_map"], path)
     classes = ClassMap.from_dict(content["class_map"])
@@ -346,10 +346,7 @@ def compare(model: nn.Module, weights: Mapping[str, Tensor]) -> tuple[list[str],
 
 def rng_state() -> dict[str, Any]:
     """Return the states of torch's generators on this rank."""
-    return {
-        "cpu": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
-    }
+    return {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None}
 
 
 def set_rng_state(state: Mapping[str, Any]) -> None:

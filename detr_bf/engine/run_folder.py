@@ -281,25 +281,6 @@ class RunFolder:
         """Return True if there is a checkpoint to resume; a run killed while renaming leaves only ``previous``."""
         return self.last.exists() or self.previous.exists()
 
-    def check_no_evaluation(self) -> None:
-        """Refuse a folder that holds an evaluation."""
-        marker = self.read_marker()
-        if marker is not None and marker.kind != "training":
-            raise InputError(f"output_dir {self.path} holds an evaluation: choose another folder with output_dir=DIR")
-
-    def check_unused(self) -> None:
-        """Refuse a folder that holds the checkpoint of a run."""
-        if self.holds_a_run() and self.marker.exists():
-            raise InputError(
-                f"output_dir {self.path} already holds a run: continue it with --resume, "
-                "or choose another with output_dir=DIR"
-            )
-
-    def check_resumable(self) -> None:
-        """Refuse to resume without a checkpoint."""
-        if not self.holds_a_run():
-            raise InputError(f"nothing to resume: {self.last} does not exist. Start the run without --resume")
-
 
 def checkpoint_of(path: str | Path) -> Path:
     """Return the best checkpoint of a run folder, or its last; return a file unchanged."""

@@ -14,7 +14,7 @@ from detr_bf.common.errors import InputError
 from detr_bf.common.structures import Batch, Outputs, Target
 from detr_bf.common.text import printable
 from detr_bf.detectors import Detector
-from detr_bf.export import FileDetector
+from detr_bf.export.runtime import FileDetector
 from detr_bf.losses.postprocess import Postprocess
 
 T = TypeVar("T")

@@ -83,13 +83,7 @@ class PredictQuery(BaseModel):
 
 
 class DetectorService:
-    """Requests for the predictions of one detector.
-
-    Args:
-        predictor: see :class:`Batcher`.
-        options: limits.
-        name: shown to clients.
-    """
+    """Requests for the predictions of one detector."""
 
     def __init__(self, predictor: Predictor, options: ServingOptions, name: str) -> None:
         stored = predictor.origin.config.get("batch_former", {}) if predictor.origin else {}

@@ -37,11 +37,7 @@ def under_our_names(state: Mapping[str, Tensor], source: str) -> dict[str, Tenso
 
 
 def read_state(path: Path) -> dict[str, Tensor]:
-    """Read weights under the names in the file; averaged weights are preferred.
-
-    Raises:
-        InputError: the file is missing, damaged or holds no weights.
-    """
+    """Read weights under the names in the file; averaged weights are preferred."""
     return state_in(read_content(path), path)
 
 
@@ -55,7 +51,6 @@ def write_weights(path: Path, weights: Mapping[str, Tensor], format_name: str | 
 
     Args:
         path: ``.safetensors`` holds only weights; other suffixes mean torch.save, with the format's wrapper.
-        weights: state dict under our names.
         format_name: None keeps our names.
 
     Raises:
@@ -78,15 +73,7 @@ def write_weights(path: Path, weights: Mapping[str, Tensor], format_name: str | 
 
 
 def state_in(content: Any, path: Path) -> dict[str, Tensor]:
-    """Return the state dict in a checkpoint, or the content itself; averaged weights are preferred.
-
-    Args:
-        content: content of a file.
-        path: the file, named in errors.
-
-    Raises:
-        InputError: no state dict, or values that cannot be weights.
-    """
+    """Return the state dict in a checkpoint, or the content itself; averaged weights are preferred."""
     for state in (*(_entry(content, name) for name in WRAPPERS), content):
         if isinstance(state, Mapping) and state and all(isinstance(tensor, Tensor) for tensor in state.values()):
             break

@@ -51,7 +51,6 @@ def write_corrected(config: DetectionConfig, output: Path) -> str:
     """Write corrected annotations, the list of changes and a config with the paths; return the text about them.
 
     Args:
-        config: of the data.
         output: a folder for which :func:`check_new_folder` has passed.
 
     Raises:
