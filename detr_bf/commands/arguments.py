@@ -72,17 +72,12 @@ def add_config_arguments(parser: argparse.ArgumentParser, metavar: str = "CONFIG
     )
 
 
-def configs_and_overrides(options: argparse.Namespace) -> tuple[list[Path], list[str]]:
-    """Return the config files and the overrides of a command line.
+def split_settings(given: Sequence[str]) -> tuple[list[Path], list[str]]:
+    """Return the config files and the overrides among the words of a command line.
 
     Raises:
         InputError: a config is neither a file nor the name of a packaged config.
     """
-    return split_settings([*options.config, *options.settings])
-
-
-def split_settings(given: Sequence[str]) -> tuple[list[Path], list[str]]:
-    """Return the config files and the overrides among the words of a command line."""
     if not all(text.strip() for text in given):
         raise InputError("an empty argument: expected a config, or an override such as train.epochs=12")
     overrides = [text for text in given if "=" in text and "/" not in text.partition("=")[0] and not _is_yaml(text)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from detr_bf.commands.arguments import configs_and_overrides, split_settings
+from detr_bf.commands.arguments import split_settings
 from detr_bf.common.errors import InputError
 from detr_bf.common.files import CONFIG_FILE, is_file, is_folder
 from detr_bf.common.text import printable, safe_message
@@ -17,7 +17,7 @@ from detr_bf.config import load_config, packaged_configs, saved_config
 
 def main(options: argparse.Namespace) -> int:
     """Train, resume or evaluate."""
-    files, overrides = configs_and_overrides(options)
+    files, overrides = split_settings([*options.config, *options.settings])
     if not files:
         raise InputError("give a config: a YAML file, or a name that 'detr-bf recipes' lists")
     if options.eval_only + options.resume + options.auto_resume + options.dry_run > 1:

@@ -55,8 +55,8 @@ class Checkpoint:
     @property
     def score_thresholds(self) -> ScoreThresholds | None:
         """The scores from which detections are shown; None before the first evaluation."""
-        found = self.thresholds
-        return None if found is None else ScoreThresholds(found["overall"], tuple(found["by_class"]))
+        stored = self.thresholds
+        return None if stored is None else ScoreThresholds(stored["overall"], tuple(stored["by_class"]))
 
     @property
     def weights(self) -> dict[str, Tensor]:
@@ -171,11 +171,11 @@ def _check_plain(value: Any, key: str, path: Path, depth: int = 0) -> None:
     if isinstance(value, dict):
         if not all(isinstance(name, str) for name in value):
             raise _malformed(path, key, "names of settings that are strings")
-        for name, each in value.items():
-            _check_plain(each, f"{key}.{name}", path, depth + 1)
+        for name, item in value.items():
+            _check_plain(item, f"{key}.{name}", path, depth + 1)
     elif isinstance(value, (list, tuple)):
-        for each in value:
-            _check_plain(each, key, path, depth + 1)
+        for item in value:
+            _check_plain(item, key, path, depth + 1)
     elif not (value is None or isinstance(value, (bool, int, float, str))):
         raise _malformed(path, key, f"plain values, not a {type(value).__name__}")
 
@@ -333,12 +333,12 @@ def _mixers_renamed(model: nn.Module, weights: Mapping[str, Tensor]) -> tuple[di
 
 def compare(model: nn.Module, weights: Mapping[str, Tensor]) -> tuple[list[str], list[str], list[str]]:
     """Return the keys missing in ``weights``, the keys unknown to ``model``, and keys of another shape with both."""
-    own = model.state_dict()
-    missing = [name for name in own if name not in weights]
-    unexpected = [name for name in weights if name not in own]
+    tensors = model.state_dict()
+    missing = [name for name in tensors if name not in weights]
+    unexpected = [name for name in weights if name not in tensors]
     other_shape = [
         f"{name} (file {tuple(weights[name].shape)}, model {tuple(value.shape)})"
-        for name, value in own.items()
+        for name, value in tensors.items()
         if name in weights and weights[name].shape != value.shape
     ]
     return missing, unexpected, other_shape

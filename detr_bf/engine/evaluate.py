@@ -126,17 +126,17 @@ class Evaluation(Generic[E]):
             EvaluationStopped: see :class:`EvaluationLoop`.
         """
         self.evaluator = None  # its results may be large
-        own = self.make_evaluator()
+        evaluator = self.make_evaluator()
         with torch.no_grad():
             for batch, outputs in self.loop(model, should_stop):
-                own.update(batch, outputs)
-        others = distributed.gather_to_main(None if distributed.is_main() else own)
+                evaluator.update(batch, outputs)
+        others = distributed.gather_to_main(None if distributed.is_main() else evaluator)
 
         def summarize() -> Any:
-            self.evaluator = own
+            self.evaluator = evaluator
             for other in (others or [])[1:]:
-                own.merge(other)
-            return own.summarize()
+                evaluator.merge(other)
+            return evaluator.summarize()
 
         return distributed.run_on_main(summarize)
 

@@ -152,8 +152,8 @@ class Means:
         All ranks must have added the same names.
         """
         now = time.perf_counter()
-        own = torch.stack([torch.stack(values).double().mean() for values in self._values.values()])
-        means = dict(zip(self._values, distributed.all_reduce_mean(own).tolist(), strict=True))
+        rank_means = torch.stack([torch.stack(values).double().mean() for values in self._values.values()])
+        means = dict(zip(self._values, distributed.all_reduce_mean(rank_means).tolist(), strict=True))
         means["step_seconds"] = (now - self._since) / max(1, len(self._values.get(per_step, ())))
         self._values.clear()
         self._since = now

@@ -437,5 +437,5 @@ class Trainer:
     def epochs_text(self) -> str:
         """The last epoch and the one with the best score, counted from 1, each with its checkpoint."""
         last, best = math.ceil(self.epochs_done), math.ceil(self.progress.best_epoch)
-        found = f", best epoch {best} ({self.folder.best.name})" if best else ", no epoch with a score"
-        return f"last epoch {last} ({self.folder.last.name}){found}"
+        best_text = f", best epoch {best} ({self.folder.best.name})" if best else ", no epoch with a score"
+        return f"last epoch {last} ({self.folder.last.name}){best_text}"

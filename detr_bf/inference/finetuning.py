@@ -7,6 +7,7 @@ import logging
 import math
 import shlex
 from collections.abc import Collection, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypedDict, overload
 
@@ -209,8 +210,7 @@ def folder_splits(data: DataConfig) -> list[str]:
         )
     chosen: dict[str, object] = {"data.train.split": train or None, "data.val.split": val or None}
     chosen |= {"data.val_fraction": 0.0 if val else VAL_FRACTION, "data.folds": 0, "data.fold": 0}
-    before: dict[str, object] = {"data.train.split": data.train.split, "data.val.split": data.val.split}
-    before |= {"data.val_fraction": data.val_fraction, "data.folds": data.folds, "data.fold": data.fold}
+    before = {name: attrgetter(name.removeprefix("data."))(data) for name in chosen}
     return [f"{name}={json.dumps(value)}" for name, value in chosen.items() if value != before[name]]
 
 
