@@ -142,7 +142,8 @@ def measure_matching(setting: Setting, images: int, queries: int) -> Measurement
     generator = torch.Generator().manual_seed(SEED)
     matcher = HungarianMatcher(CrossEntropy())
     outputs = _outputs(images, queries, generator, setting.device)
-    targets = PaddedTargets.of([_target(index, generator).to(setting.device) for index in range(images)])
+    made = [_target(index, generator) for index in range(images)]
+    targets = PaddedTargets.of([target.copied(lambda x: x.to(setting.device)) for target in made])
     functions = {
         "stacked": partial(matcher, outputs, targets),
         "per layer": partial(match_layer_by_layer, matcher, outputs, targets),

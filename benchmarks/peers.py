@@ -38,7 +38,9 @@ from detr_bf.common.structures import Batch, ClassMap, Outputs
 from detr_bf.common.timing import Spread, paired_ratios
 from detr_bf.config import DetectionConfig, config_to_dict
 from detr_bf.detectors import Detector
-from detr_bf.export import Exported, Form, OnnxDetector, export_detector
+from detr_bf.export import export_detector
+from detr_bf.export.graph import Exported, ExportSignature
+from detr_bf.export.runtime import OnnxDetector
 from detr_bf.interop.transformers_folder import in_order_of, transformers_library, write_transformers_folder
 from detr_bf.losses import SetCriterion
 from step import Step
@@ -193,7 +195,7 @@ def onnx_of(model: Detector, config: DetectionConfig) -> OnnxDetector:
     image = torch.randint(0, 256, (3, 256, 320), dtype=torch.uint8, generator=torch.Generator().manual_seed(SEED))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "peer.onnx"
-        export_detector(path, exported, Form(batch=1), [image], source="synthetic")
+        export_detector(path, exported, ExportSignature(batch=1), [image], source="synthetic")
         return OnnxDetector(str(path), path.name)
 
 

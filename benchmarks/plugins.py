@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from cases import SEED, update
 from command import make_parser, print_header, run_benchmark, write_record
-from detr_bf.assembly.model import compile_model
+from detr_bf.assembly.compilation import compile_model
 from detr_bf.assembly.training import PRECISIONS
 from detr_bf.classification.assembly import build_classifier, build_classifier_criterion, image_optimizer
 from detr_bf.classification.assembly_data import build_mix

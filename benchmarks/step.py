@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from cases import NUM_CLASSES, PRESETS, SEED, Preset, Setting, bytes_kept, make_batch, make_optimizer, update
 from command import CONFIGS, cells, make_parser, moment, print_and_write, print_header, run_benchmark, seconds_between
 from detr_bf.assembly import build_criterion, build_model
-from detr_bf.assembly.model import compile_model
+from detr_bf.assembly.compilation import compile_model
 from detr_bf.common.devices import device_of
 from detr_bf.common.errors import InputError
 from detr_bf.common.timing import Spread, paired_ratios

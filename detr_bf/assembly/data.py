@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 
 import torch
@@ -210,13 +211,10 @@ def check_enough_tokens(config: DetectionConfig, data: CocoDetection, split: str
 
     The sizes are those of the annotations, after the transforms; images without a size are not checked. The padding of
     a batch may add tokens, but need not.
-
-    Raises:
-        InputError: an image may have too few tokens.
     """
-    model, transforms = config.model, config.data.transforms
-    two_stage = model.name == "deformable_detr" and model.deformable.two_stage
-    if not two_stage and not detector_named(model.name).from_tokens:
+    model, transforms, kind = config.model, config.data.transforms, detector_named(config.model.name)
+    two_stage = kind.two_stage is not None and attrgetter(kind.two_stage)(model)
+    if not two_stage and not kind.from_tokens:
         return
     further = model.groups.one_to_many.queries if split == "train" else 0
     wanted, square = model.num_queries + further, transforms.square
@@ -225,7 +223,7 @@ def check_enough_tokens(config: DetectionConfig, data: CocoDetection, split: str
     if found < wanted:
         setting = "square" if square else "short_sides" if split == "train" else "eval_short_side"
         raise InputError(
-            f"{'model.deformable.two_stage=true' if two_stage else f'model.name={model.name}'} takes "
+            f"{f'model.{kind.two_stage}=true' if two_stage else f'model.name={model.name}'} takes "
             f"model.num_queries={model.num_queries} queries{f' and {further} of model.groups' if further else ''} from "
             f"the tokens of an image: {sizes[height, width]} of data.{split}, resized to {width} x {height}, has only "
             f"{found}: lower model.num_queries, or raise data.transforms.{setting}"

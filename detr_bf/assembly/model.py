@@ -1,15 +1,11 @@
-"""Building of the detector, its losses and its postprocessing, and of faster execution."""
+"""Building of the detector, its losses and its postprocessing."""
 
 from __future__ import annotations
 
 import logging
-import os
-import shutil
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
-from importlib.util import find_spec
 from numbers import Integral
 from operator import attrgetter
 from typing import Any
@@ -21,13 +17,12 @@ from detr_bf.acceleration.model import accelerate
 from detr_bf.assembly.plugins import add_encoder_plugins, encoder_of, named
 from detr_bf.backbones import Backbone, build_backbone
 from detr_bf.batchformer import BATCH_MIXERS, BatchFormerV2
-from detr_bf.common.devices import device_of
 from detr_bf.common.errors import InputError
 from detr_bf.common.extensions import extended
 from detr_bf.common.settings import chosen_options, settings_of
 from detr_bf.common.structures import ClassMap
 from detr_bf.common.text import printable
-from detr_bf.config import DetectionConfig, RunConfig
+from detr_bf.config import DetectionConfig
 from detr_bf.config.detection import ModelConfig
 from detr_bf.data.batches import derive_seed
 from detr_bf.detectors import DETECTORS, Detector, MaskHead, Options, detector_named
@@ -36,14 +31,11 @@ from detr_bf.engine.step import Criterion
 from detr_bf.losses import CLASSIFICATIONS, Classification, CrossEntropy, HungarianMatcher, SetCriterion
 from detr_bf.losses.postprocess import PanopticPostprocess, Postprocess
 from detr_bf.plugins import PluginCriterion
-from detr_bf.transformer import Decoder, Encoder
 
 logger = logging.getLogger(__name__)
 
 MOST_CLASSES = 1_000_000
 FOCAL_PRIOR = 0.01  # initial score of every class (Lin et al. 2017, arXiv 1708.02002, section 4.1)
-# Compiled versions of one kind of layer: training and evaluation, kinds of queries, batches of one image.
-RECOMPILE_LIMIT = 64
 
 
 def build_model(config: DetectionConfig, num_classes: int, *, pretrained: bool = True) -> Detector:
@@ -152,6 +144,12 @@ def _warn_of_unused(group: str, chosen: str, config: Any, keys: Iterable[str], u
         logger.warning("%s.%s=%s does not use %s", group, chosen, getattr(config, chosen), names)
 
 
+def num_detections(model: ModelConfig) -> int:
+    """Return the number of queries in evaluation, each of which can find one object."""
+    has_patterns = "dab.patterns" in detector_named(model.name).settings
+    return model.num_queries * (max(model.dab.patterns, 1) if has_patterns else 1)
+
+
 def build_batch_former(config: DetectionConfig) -> BatchFormerV2 | None:
     """Build batch attention, or None if it is disabled."""
     settings = config.batch_former
@@ -182,16 +180,11 @@ def build_batch_former(config: DetectionConfig) -> BatchFormerV2 | None:
 
 
 def _batch_former_places(model: ModelConfig, layers: Sequence[int]) -> tuple[int, int]:
-    """Return the width of the tokens at the insertions and the number of possible places.
-
-    RT-DETR has one place more than encoder layers: the fused tokens of all levels.
-
-    Raises:
-        InputError: the tokens have different widths at the insertions.
-    """
-    if not model.name.startswith("rtdetr"):
+    """Return the width of the tokens at the insertions and the number of possible places."""
+    encoder_width = detector_named(model.name).encoder_width
+    if encoder_width is None:
         return model.hidden_dim, model.encoder_layers
-    inner = model.rtdetr.encoder_dim or model.hidden_dim
+    inner = attrgetter(encoder_width)(model) or model.hidden_dim
     dims = {inner if layer < model.encoder_layers else model.hidden_dim for layer in layers}
     if len(dims) > 1:
         raise InputError(
@@ -262,50 +255,3 @@ def build_panoptic_postprocess(config: DetectionConfig, class_map: ClassMap) -> 
         min_area=settings.min_area,
         merge_stuff=settings.merge_stuff,
     )
-
-
-def compile_model(model: nn.Module, config: RunConfig) -> None:
-    """Apply ``train.channels_last`` and ``train.compile`` to a new model (in-place).
-
-    Names, values and shapes of parameters stay the same, and so do checkpoints. Compilation takes place at the first
-    call. Of a detector, the backbone and each encoder and decoder layer are compiled, for images of any size; batch
-    attention and mask head are not. Other models are compiled as a whole. A copy of the model is not compiled. Compiled
-    layers draw other random numbers for dropout than eager ones, from the same generator.
-
-    Raises:
-        InputError: a requirement of ``torch.compile`` on the device is missing.
-    """
-    detector = isinstance(model, Detector)
-    if config.train.channels_last:
-        (model.backbone if isinstance(model, Detector) else model).to(memory_format=torch.channels_last)
-    if config.train.compile:
-        _check_compiler(device_of(config.device))
-        # At the default limit of 8 torch warns once and runs the layer without its compiler.
-        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, RECOMPILE_LIMIT)
-        for module in _compiled_parts(model):
-            module.compile(dynamic=detector or None)
-
-
-def _compiled_parts(model: nn.Module) -> Iterator[nn.Module]:
-    if not isinstance(model, Detector):
-        yield model
-        return
-    yield model.backbone
-    for module in model.modules():
-        if isinstance(module, (Encoder, Decoder)):
-            yield from module.layers
-
-
-def _check_compiler(device: torch.device) -> None:
-    """Raise a short InputError before the first step; torch's own error has a hundred lines."""
-    advice = "or set train.compile=false"
-    if device.type == "cuda":
-        if find_spec("triton") is None:
-            raise InputError(f"train.compile=true needs the package triton on a GPU: pip install triton, {advice}")
-        return
-    compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")  # as torch chooses
-    if shutil.which(compiler.split()[0]) is None:
-        raise InputError(
-            f"train.compile=true needs a C++ compiler on a CPU, and {compiler} is not found: install it, set CXX to "
-            f"another, {advice}"
-        )

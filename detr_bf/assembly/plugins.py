@@ -57,11 +57,7 @@ def add_localization(model: nn.Module, settings: LocalizationConfig, pool: bool 
 
 
 def add_encoder_plugins(detector: nn.Module, plugins: DetectorPluginsConfig) -> None:
-    """Add the enabled plug-ins to the detector's encoder.
-
-    Raises:
-        InputError: a plug-in does not fit it.
-    """
+    """Add the enabled plug-ins to the detector's encoder (InputError: a plug-in does not fit it)."""
     encoder = encoder_of(detector)
     if not encoder.layers and (plugins.context_broadcasting.enabled or plugins.relative_localization.enabled):
         raise InputError("plugins work on encoder layers: give model.encoder_layers=1 or more, or disable them")
@@ -75,11 +71,7 @@ def encoder_of(detector: nn.Module) -> Encoder:
 
 
 def layers_of(value: Any) -> Sequence[int] | str:
-    """Check a setting that is a word or a list of numbers.
-
-    Raises:
-        InputError: it is neither.
-    """
+    """Check a setting that is a word or a list of numbers (InputError: it is neither)."""
     if isinstance(value, str):
         return value
     if isinstance(value, list) and all(type(item) is int for item in value):

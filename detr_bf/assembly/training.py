@@ -72,11 +72,7 @@ def _warn_of_slow_fp16() -> None:
 
 
 def check_same_classes(class_map: ClassMap, resume_from: Checkpoint | None, folder: RunFolder) -> None:
-    """Refuse to go on with a checkpoint of other classes than the data have.
-
-    Raises:
-        InputError: it has others; the first few that differ are named.
-    """
+    """Refuse to go on with a checkpoint of other classes than the data have."""
     if resume_from is not None and resume_from.classes != class_map:
         raise InputError(
             f"{folder.last} was trained on other classes than the data now have: "
@@ -89,9 +85,6 @@ def changed_splits(
     config: RunConfig, data: Mapping[str, Mapping[str, Any]], resume_from: Checkpoint | None, folder: RunFolder
 ) -> set[str]:
     """Return the splits that are not those of the checkpoint, each with a warning.
-
-    Args:
-        data: fingerprints of the splits.
 
     Raises:
         InputError: the images of a divided data set are divided in another way, so that images of training may have
@@ -125,11 +118,7 @@ def _counted(fingerprint: Mapping[str, Any]) -> str:
 
 
 def warn_of_other_division(val: Mapping[str, Any], checkpoint: Checkpoint, source: Path) -> None:
-    """Log a warning if the validation images of divided data are not those of the training of the checkpoint.
-
-    Args:
-        val: fingerprint of the validation data.
-    """
+    """Log a warning if the validation images of divided data are not those of the training of the checkpoint."""
     before = checkpoint.training["data"].get("val", val) if checkpoint.training else val
     if before["files"] != val["files"]:
         logger.warning(

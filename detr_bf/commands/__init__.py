@@ -21,69 +21,57 @@ from detr_bf.common.terminal import run_tool
 
 
 class Command(NamedTuple):
-    """Subcommand: its reader of arguments, the function that does the work, and its help."""
+    """Subcommand: its reader of arguments, the module and function that do the work, and its help."""
 
     read: Callable[[Sequence[str] | None], argparse.Namespace]
     module: str
-    function: str
     help: str
+    function: str = "main"
 
 
 COMMANDS = {
-    "new": Command(of_data.new_arguments, "new", "main", "write a commented config for the folder of a data set"),
+    "new": Command(of_data.new_arguments, "new", "write a commented config for the folder of a data set"),
     "finetune": Command(
-        of_data.finetune_arguments, "train", "fine_tune", "train a detector on a folder of labelled images"
+        of_data.finetune_arguments, "train", "train a detector on a folder of labelled images", "fine_tune"
     ),
     "train": Command(
-        of_data.train_arguments,
-        "train",
-        "main",
-        "train what a config describes, with data checks, evaluation and a report",
+        of_data.train_arguments, "train", "train what a config describes, with data checks, evaluation and a report"
     ),
     "evaluate": Command(
-        of_data.evaluate_arguments, "train", "evaluate", "evaluate a trained run, a checkpoint or published weights"
+        of_data.evaluate_arguments, "train", "evaluate a trained run, a checkpoint or published weights", "evaluate"
     ),
-    "predict": Command(of_models.predict_arguments, "predict", "main", "detect objects in images, or classify them"),
-    "serve": Command(of_models.serve_arguments, "serve", "main", "serve a detector over HTTP"),
-    "check": Command(of_data.check_arguments, "train", "check", "check the data of a folder, a config or a run"),
+    "predict": Command(of_models.predict_arguments, "predict", "detect objects in images, or classify them"),
+    "serve": Command(of_models.serve_arguments, "serve", "serve a detector over HTTP"),
+    "check": Command(of_data.check_arguments, "check", "check the data of a folder, a config or a run"),
     "export": Command(
         of_models.export_arguments,
         "export",
-        "main",
         "write a detector for ONNX, OpenVINO or as machine code that gives the same outputs",
     ),
     "benchmark": Command(
         of_models.benchmark_arguments,
         "benchmark",
-        "main",
         "measure the speed and memory of a detector, by format and precision",
     ),
     "convert": Command(
-        of_models.convert_arguments,
-        "convert",
-        "main",
-        "write a checkpoint in another format, or without training-only weights",
+        of_models.convert_arguments, "convert", "write a checkpoint in another format, or without training-only weights"
     ),
-    "compare": Command(
-        of_data.compare_arguments, "compare", "main", "compare settings over seeds and images, with intervals"
-    ),
+    "compare": Command(of_data.compare_arguments, "compare", "compare settings over seeds and images, with intervals"),
     "report": Command(
-        of_data.report_arguments, "report", "main", "write the report of a run again, or of several runs side by side"
+        of_data.report_arguments, "report", "write the report of a run again, or of several runs side by side"
     ),
-    "analyze": Command(of_models.analyze_arguments, "analyze", "main", "analyse trained detectors and classifiers"),
-    "plan": Command(of_data.plan_arguments, "plan", "main", "estimate memory, time and learning rates before a run"),
-    "replay": Command(of_data.replay_arguments, "replay", "main", "run a captured training step again"),
-    "sample-data": Command(of_data.sample_data_arguments, "sample_data", "main", "build a sample data set"),
+    "analyze": Command(of_models.analyze_arguments, "analyze", "analyse trained detectors and classifiers"),
+    "plan": Command(of_data.plan_arguments, "plan", "estimate memory, time and learning rates before a run"),
+    "replay": Command(of_data.replay_arguments, "replay", "run a captured training step again"),
+    "sample-data": Command(of_data.sample_data_arguments, "sample_data", "build a sample data set"),
     "convert-data": Command(
-        of_data.convert_data_arguments, "convert_data", "main", "write the folder of a data set as COCO JSON"
+        of_data.convert_data_arguments, "convert_data", "write the folder of a data set as COCO JSON"
     ),
     "recipes": Command(
-        of_data.recipes_arguments, "lists", "recipes", "list the packaged configs, or published weights"
+        of_data.recipes_arguments, "lists", "list the packaged configs, or published weights", "recipes"
     ),
-    "settings": Command(of_data.settings_arguments, "lists", "settings", "list settings with default and meaning"),
-    "completion": Command(
-        of_data.completion_arguments, "completion", "main", "print a script for completion in bash or zsh"
-    ),
+    "settings": Command(of_data.settings_arguments, "lists", "list settings with default and meaning", "settings"),
+    "completion": Command(of_data.completion_arguments, "completion", "print a script for completion in bash or zsh"),
 }
 
 EXIT_CODES = (
@@ -98,7 +86,7 @@ EXIT_CODES = (
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a subcommand and return its exit code."""
-    lines = [f"  {name:<12} {text}" for name, (*_, text) in COMMANDS.items()]
+    lines = [f"  {name:<12} {command.help}" for name, command in COMMANDS.items()]
     parser = argparse.ArgumentParser(
         prog="detr-bf",
         description="Train and use detectors with batch attention, and classifiers with its sibling ideas.",
@@ -119,7 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def command_main(command: str) -> Callable[..., int]:
     """Return the function of a command: arguments (None: those of the process) -> exit code."""
-    read, module, function, _ = COMMANDS[command]
+    read, module, _, function = COMMANDS[command]
 
     def main(arguments: Sequence[str] | None = None) -> int:
         options = read(arguments)

@@ -6,20 +6,14 @@ import argparse
 import csv
 import io
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from matplotlib.figure import Figure
 from torch.utils.data import Dataset
 
-from detr_bf.analysis.batch_attention import (
-    PlaceAttention,
-    attention_at,
-    choose_places,
-    draw_batch_attention,
-    place_in,
-)
+from detr_bf.analysis.batch_attention import PlaceAttention, attention_at, choose_places, draw_batch_attention, place_in
 from detr_bf.analysis.classification import ANALYSES, EPSILONS, Analysis, Pixels, Subject
 from detr_bf.analysis.detection import (
     compare_mini_batch_inference,
@@ -58,12 +52,7 @@ BATCH_SHOWN = 8  # most images of a batch, unless asked for more
 
 
 def main(options: argparse.Namespace) -> int:
-    """Analyse runs, and write the table and the picture."""
-    return _chosen(options)(options)
-
-
-def _chosen(options: argparse.Namespace) -> Callable[[argparse.Namespace], int]:
-    """Return the function of the analysis, for the kind of the first run; options that it would ignore are errors."""
+    """Analyse runs, and write the table and the picture; options that the analysis would ignore are errors."""
     named = {BATCH_ATTENTION: _batch_attention, QUERIES: _queries, PANOPTIC: _panoptic, MINI_BATCH: _mini_batch}
     if options.name == FEATURE_MAPS and task_of_checkpoint(Path(options.runs[0])) == "detection":
         named[FEATURE_MAPS] = _feature_maps
@@ -79,7 +68,7 @@ def _chosen(options: argparse.Namespace) -> Callable[[argparse.Namespace], int]:
     options.seed = options.seed or 0
     if not 0 <= options.seed < 2**63:
         raise InputError(f"--seed must be from 0 to 2^63 - 1, got {options.seed}")
-    return named.get(options.name, _run)
+    return named.get(options.name, _run)(options)
 
 
 def _inspected(options: argparse.Namespace) -> list[InspectedRun]:

@@ -42,11 +42,7 @@ def command_parser(description: str, epilog: str | None = None) -> argparse.Argu
 
 
 def check_run(given: str) -> None:
-    """Check that ``RUN`` is a file or folder, published weights, or an address of the Hugging Face Hub.
-
-    Raises:
-        InputError: it is none of them.
-    """
+    """Check that ``RUN`` is a file or folder, published weights, or an address of the Hugging Face Hub."""
     path = Path(given).expanduser()
     if is_file(path) or is_folder(path) or published(given) or is_hub_address(given):
         return
@@ -76,20 +72,11 @@ def add_config_arguments(parser: argparse.ArgumentParser, metavar: str = "CONFIG
     )
 
 
-def configs_and_overrides(options: argparse.Namespace) -> tuple[list[Path], list[str]]:
-    """Return the config files and the overrides of a command line.
-
-    Raises:
-        InputError: a config is neither a file nor the name of a packaged config.
-    """
-    return split_settings([*options.config, *options.settings])
-
-
 def split_settings(given: Sequence[str]) -> tuple[list[Path], list[str]]:
     """Return the config files and the overrides among the words of a command line.
 
     Raises:
-        InputError: as :func:`configs_and_overrides`.
+        InputError: a config is neither a file nor the name of a packaged config.
     """
     if not all(text.strip() for text in given):
         raise InputError("an empty argument: expected a config, or an override such as train.epochs=12")
@@ -208,15 +195,9 @@ def evaluate_arguments(given: Sequence[str] | None = None) -> argparse.Namespace
 def finetune_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the arguments of ``detr-bf finetune``."""
     parser = command_parser(_FINETUNE)
-    parser.add_argument("folder", metavar="FOLDER", type=Path, help="folder of the data set")
+    _add_folder_and_model(parser)
     parser.add_argument("settings", nargs="*", metavar="key=value", help="settings that replace the chosen ones")
     parser.add_argument("--output", metavar="DIR", help="new folder of the run; default: runs/NAME for FOLDER NAME")
-    parser.add_argument(
-        "--model",
-        default="rtdetr_r50",
-        metavar="RECIPE",
-        help="recipe of a detector, see detr-bf recipes, or a YAML file; default %(default)s",
-    )
     parser.add_argument("--init-from", metavar="RUN", help=f"trained detector to start from: {TRAINED_HELP}")
     parser.add_argument("--augment", metavar="NAME", help="none, light or strong; default: by the length of the run")
     parser.add_argument("--resume", action="store_true", help="continue the run in the folder if there is one")
@@ -282,15 +263,19 @@ augmentation, queries). Exit code 1: the config is written, and the data have er
 def new_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the arguments of ``detr-bf new``."""
     parser = command_parser(_NEW)
-    parser.add_argument("folder", metavar="FOLDER", type=Path, help="folder of the data set")
+    _add_folder_and_model(parser)
     parser.add_argument("--output", type=Path, metavar="FILE", help="the config; default: NAME.yaml for FOLDER NAME")
+    return parser.parse_args(given)
+
+
+def _add_folder_and_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", metavar="FOLDER", type=Path, help="folder of the data set")
     parser.add_argument(
         "--model",
         default="rtdetr_r50",
         metavar="RECIPE",
         help="recipe of a detector, see detr-bf recipes, or a YAML file; default %(default)s",
     )
-    return parser.parse_args(given)
 
 
 _PLAN = """Estimate what a training run needs: GPU memory, time and disk; report its batch attention and learning rates.
@@ -311,10 +296,7 @@ def plan_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--images", type=int, metavar="N", help="in the training data; default COCO's")
     parser.add_argument("--classes", type=int, metavar="N", help="in the training data; default COCO's")
     parser.add_argument(
-        "--published-batch",
-        type=int,
-        metavar="N",
-        help="total batch of the published rates; default the file's",
+        "--published-batch", type=int, metavar="N", help="total batch of the published rates; default the file's"
     )
     time = parser.add_mutually_exclusive_group()
     time.add_argument("--seconds-per-step", type=float, metavar="X", help="measured step time, instead of an estimate")

@@ -22,7 +22,8 @@ from detr_bf.common.text import printable
 from detr_bf.common.timing import Spread, alternate, paired_ratios
 from detr_bf.data.images import read_image
 from detr_bf.data.inputs import image_files
-from detr_bf.export import FILE_SUFFIXES, synthetic_images
+from detr_bf.export import synthetic_images
+from detr_bf.export.graph import FILE_SUFFIXES
 from detr_bf.inference.backends import TorchBackend
 from detr_bf.inference.loading import load
 from detr_bf.inference.predictor import Predictor
@@ -79,11 +80,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _images(folder: Path | None, number: int) -> tuple[list[Tensor], str]:
-    """Return ``number`` images as (3, H, W) uint8 tensors, repeated if the folder has fewer, and their description.
-
-    Raises:
-        InputError: the folder has no images, or one cannot be read.
-    """
+    """Return ``number`` images as (3, H, W) uint8 tensors, repeated if the folder has fewer, and their description."""
     if folder is None:
         return synthetic_images(number), "synthetic images"
     read = [read_image(file) for file in islice(image_files([folder]), number)]

@@ -22,7 +22,8 @@ from detr_bf.config import config_from_dict
 from detr_bf.data.coco import read_annotations
 from detr_bf.data.images import read_image
 from detr_bf.data.inputs import image_files
-from detr_bf.export import COMPARED_BATCH, ParityError, file_names, parity_table
+from detr_bf.export import ParityError, file_names, parity_table
+from detr_bf.export.parity import COMPARED_BATCH
 from detr_bf.inference.loading import load
 from detr_bf.inference.predictor import Predictor
 

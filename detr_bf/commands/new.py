@@ -14,13 +14,7 @@ from detr_bf.assembly.data import data_source
 from detr_bf.common.errors import InputError
 from detr_bf.common.files import check_output_file, is_folder, write_text
 from detr_bf.common.text import listed, printable, safe_message
-from detr_bf.config import (
-    DetectionConfig,
-    config_to_dict,
-    flatten_settings,
-    load_config,
-    packaged_configs,
-)
+from detr_bf.config import DetectionConfig, config_to_dict, flatten_settings, load_config, packaged_configs
 from detr_bf.data.checks.annotations import Report
 from detr_bf.data.coco import CocoAnnotations, read_annotations
 from detr_bf.inference.finetuning import MOST_EPOCHS, RUN_STEPS, chosen_settings, fine_tuning_files

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 
-from detr_bf.commands.arguments import configs_and_overrides
+from detr_bf.commands.arguments import split_settings
 from detr_bf.common.files import check_output_file, write_json
 from detr_bf.common.text import safe_message
 from detr_bf.config import load_config
@@ -16,7 +16,7 @@ def main(options: argparse.Namespace) -> int:
     """Make a plan, print it and write its numbers."""
     if options.json is not None:
         check_output_file(options.json, "--json")
-    files, overrides = configs_and_overrides(options)
+    files, overrides = split_settings([*options.config, *options.settings])
     config = load_config(files, overrides, task="detection")
     machine = Machine(
         gpus=options.gpus,

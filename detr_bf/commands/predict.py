@@ -23,7 +23,7 @@ from detr_bf.common.files import (
     check_output_file,
     check_output_folder,
     make_output_folder,
-    read_json,
+    read_json_object,
     remove_empty,
     write_json,
 )
@@ -109,9 +109,6 @@ def _run_video(options: argparse.Namespace, output: Output, threshold: float | s
     """Write a line of JSON for each frame; the exit code is 1 if the video is damaged after some of them.
 
     Ctrl-C and SIGTERM end the video, as a stream has no other end: the frames before are written.
-
-    Raises:
-        InputError: another input is given, an option is for images, or no frame can be read.
     """
     if len(options.inputs) > 1:
         raise InputError("a video must be the only input: give one video, or images without it")
@@ -232,11 +229,7 @@ class InputImages:
         self.unreadable: list[str] = []
 
     def __iter__(self) -> Iterator[tuple[int, Path, Tensor]]:
-        """Yield index, file and pixels of the readable images.
-
-        Raises:
-            InputError: no image is readable.
-        """
+        """Yield index, file and pixels of the readable images (InputError: no image is readable)."""
         for number, file in enumerate(progress_bar(self.files, desc="predicting", unit="image")):
             try:
                 pixels = read_image(file, max_pixels=self.max_pixels)
@@ -291,7 +284,7 @@ class Output:
         check_output_folder(folder, "--output")
         check_output_file(folder / WRITTEN, "--output")
         self.folder = folder
-        listed = _listed(folder / WRITTEN)
+        listed = read_json_object(folder / WRITTEN)
         self._before = {name for name, stamp in listed.items() if stamp is not None and _stamp(folder / name) == stamp}
 
     @property
@@ -326,16 +319,12 @@ class Output:
             done = {name: stamp for name, stamp in stamps.items() if stamp not in (None, before[name])}
             with suppress(OSError):
                 if done:  # keep the entries of other predictions
-                    write_json(self.folder / WRITTEN, _listed(self.folder / WRITTEN) | done)
+                    write_json(self.folder / WRITTEN, read_json_object(self.folder / WRITTEN) | done)
             remove_empty(new)
 
 
 def _inputs(given: Sequence[str]) -> Iterator[Path]:
-    """Yield files and folders: patterns are replaced by what they match, - by the lines of standard input.
-
-    Raises:
-        InputError: a pattern matches nothing, or there are no lines.
-    """
+    """Yield files and folders: patterns are replaced by what they match, - by the lines of standard input."""
     for text in given:
         if text == "-":
             lines = [line for line in os.fsdecode(sys.stdin.buffer.read()).split("\n") if line]
@@ -483,15 +472,6 @@ def _stem(file: Path) -> str:
     """Return a file's name without suffix, cut to the limit, with underscores for unprintable letters."""
     stem = "".join(letter if letter.isprintable() else "_" for letter in file.stem)
     return stem.encode()[:LONGEST_STEM].decode(errors="ignore")
-
-
-def _listed(file: Path) -> dict[str, list[int]]:
-    """Return the written files with size and time; empty if the list is missing or is not a list."""
-    try:
-        content = read_json(file, limit=2**27)
-    except (FileNotFoundError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
 
 
 def _stamp(file: Path) -> list[int] | None:

@@ -54,7 +54,6 @@ class Registry(dict[str, T]):
 
     Args:
         kind: of the parts, for messages: "batch mixer".
-        parts: those of the library.
     """
 
     def __init__(self, kind: str, parts: dict[str, T]) -> None:
@@ -63,11 +62,7 @@ class Registry(dict[str, T]):
         self.files: dict[str, UserFile] = {}  # of the parts that :func:`extended` has added
 
     def register(self, name: str) -> Callable[[E], E]:
-        """Return a decorator that enters a function or class.
-
-        Raises:
-            InputError: the name is taken.
-        """
+        """Return a decorator that enters a function or class (InputError: the name is taken)."""
         if not isinstance(name, str) or not name.isidentifier():
             raise InputError(f"the name of a {self.kind} must be an identifier, got {printable(repr(name))}")
         if name in self:
@@ -83,11 +78,7 @@ class Registry(dict[str, T]):
         return enter
 
     def find(self, name: str, setting: str) -> T:
-        """Return the part that a setting names.
-
-        Raises:
-            InputError: there is none.
-        """
+        """Return the part that a setting names (InputError: there is none)."""
         if name not in self:
             known = ", ".join(sorted(self)) or "none"
             raise InputError(
@@ -161,11 +152,7 @@ def extended(files: Sequence[str | UserFile]) -> Iterator[None]:
 
 
 def _find(entry: str) -> UserFile:
-    """Return the file named by the user that an entry of ``plugins.files`` means.
-
-    Raises:
-        InputError: the user has not named it.
-    """
+    """Return the file named by the user that an entry of ``plugins.files`` means."""
     use_plugins(*filter(None, os.environ.get(VARIABLE, "").split(os.pathsep)))
     stored, _, digest = entry.partition(_DIGEST)
     name = Path(stored).name
@@ -198,11 +185,7 @@ def _warn_of_other_content(file: UserFile, digest: str) -> None:
 
 @cache
 def _parts(file: UserFile) -> tuple[tuple[Registry[Any], str, Any], ...]:
-    """Execute a file and return what it registers.
-
-    Raises:
-        InputError: its code fails, or it registers nothing.
-    """
+    """Execute a file and return what it registers (InputError: its code fails, or it registers nothing)."""
     global _loading
     shown, outer = printable(file.path), _loading
     module = ModuleType(f"detr_bf_plugin_{file.path.stem}_{file.digest[:16]}")

@@ -86,7 +86,6 @@ def check_output_file(path: str | Path, option: str) -> None:
     """Check before a long computation that the user's output file can be written; leaves nothing behind.
 
     Args:
-        path: of the output file.
         option: its command-line option, such as ``--json``, for messages.
 
     Raises:
@@ -114,7 +113,6 @@ def make_output_folder(path: str | Path, option: str) -> list[Path]:
     """Make the user's output folder and check that files can be written there.
 
     Args:
-        path: of the folder.
         option: its command-line option, such as ``--output``, for messages.
 
     Returns:
@@ -302,6 +300,15 @@ def read_json(path: str | Path, limit: int = MAX_JSON_BYTES) -> Any:
         raise ValueError("it is nested too deeply") from None
 
 
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file of at most 128 MiB; empty if the file is missing, damaged or holds no object."""
+    try:
+        content = read_json(path, limit=2**27)
+    except (FileNotFoundError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
 def is_number(value: object, lowest: float = -sys.float_info.max, highest: float = sys.float_info.max) -> bool:
     """Return True for a number of a file (not a bool, not NaN) between the bounds, by default a finite one."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and lowest <= value <= highest
@@ -314,7 +321,6 @@ def read_torch(path: str | Path, *, own: bool = False) -> Any:
     archives (torch 1.6 and later) are compared; older files have none.
 
     Args:
-        path: of the file.
         own: the file was written by this package and must be a zip archive.
 
     Raises:
@@ -345,11 +351,7 @@ def read_torch(path: str | Path, *, own: bool = False) -> Any:
 
 
 def check_sums(path: Path) -> None:
-    """Compare every part of a zip archive of ``torch.save`` with its CRC-32.
-
-    Raises:
-        InputError: the file is missing, truncated, not a zip archive, or damaged.
-    """
+    """Compare every part of a zip archive of ``torch.save`` with its CRC-32."""
     path = readable_file(path)
     try:
         with zipfile.ZipFile(path) as parts:

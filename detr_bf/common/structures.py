@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +18,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from detr_bf.common.errors import InputError
 from detr_bf.common.text import printable
+
+D = TypeVar("D", bound="Detections")
 
 
 @dataclass(frozen=True)
@@ -102,18 +104,10 @@ class Target:
         labels = torch.zeros(0, dtype=torch.int64, device=device)
         return cls(0, torch.zeros(0, 4, device=device), labels, (1, 1), (1, 1))
 
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> Target:
-        return replace(
-            self,
-            boxes=self.boxes.to(device, non_blocking=non_blocking),
-            labels=self.labels.to(device, non_blocking=non_blocking),
-            masks=None if self.masks is None else self.masks.to(device, non_blocking=non_blocking),
-        )
-
-    def pin_memory(self) -> Target:
-        """Copy boxes, labels and masks to pinned memory."""
-        masks = None if self.masks is None else self.masks.pin_memory()
-        return replace(self, boxes=self.boxes.pin_memory(), labels=self.labels.pin_memory(), masks=masks)
+    def copied(self, copy: Callable[[Tensor], Tensor]) -> Target:
+        """Return the target with ``copy`` of its tensors."""
+        masks = None if self.masks is None else copy(self.masks)
+        return replace(self, boxes=copy(self.boxes), labels=copy(self.labels), masks=masks)
 
     def fits(self, padded: tuple[int, int], num_classes: int) -> bool:
         """Return True if the tensors have their documented shapes and types, within images of ``padded`` size."""
@@ -244,16 +238,15 @@ class Batch:
         return cls(padded, padding_mask(sizes, (height, width)), tuple(targets))
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
-        return Batch(
-            self.images.to(device, non_blocking=non_blocking),
-            self.padding_mask.to(device, non_blocking=non_blocking),
-            tuple(target.to(device, non_blocking) for target in self.targets),
-        )
+        return self._copied(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Batch:
         """Copy all tensors to pinned memory; called by the DataLoader."""
-        targets = tuple(target.pin_memory() for target in self.targets)
-        return Batch(self.images.pin_memory(), self.padding_mask.pin_memory(), targets)
+        return self._copied(Tensor.pin_memory)
+
+    def _copied(self, copy: Callable[[Tensor], Tensor]) -> Batch:
+        targets = tuple(target.copied(copy) for target in self.targets)
+        return Batch(copy(self.images), copy(self.padding_mask), targets)
 
     def to_dict(self) -> dict[str, Any]:
         """Return tensors and plain values, for a capture of the step."""
@@ -394,12 +387,12 @@ class Detections:
     labels: Tensor  # (N,) int64, contiguous class indices
     masks: tuple[Mapping[str, Any], ...] | None = None  # N masks of the original file as COCO's compressed RLE
 
-    def above(self, least: Tensor) -> Detections:
+    def above(self: D, least: Tensor) -> D:
         """Return the detections whose scores reach the least score of their class, (K,); NaN is kept."""
         keep = ~(self.scores.cpu().double() < least[self.labels.cpu()])
         masks = self.masks and tuple(mask for mask, kept in zip(self.masks, keep, strict=True) if kept)
         boxes, scores, labels = (x[keep.to(x.device)] for x in (self.boxes, self.scores, self.labels))
-        return Detections(self.image_id, boxes, scores, labels, masks)
+        return replace(self, boxes=boxes, scores=scores, labels=labels, masks=masks)
 
 
 @dataclass(frozen=True)

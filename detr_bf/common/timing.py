@@ -45,7 +45,6 @@ def alternate(
     Args:
         warmup: uncounted rounds at the beginning.
         synchronize: waits for the device; called before each reading of the clock.
-        description: for the progress bar.
     """
     seconds: Seconds = {name: [] for name in functions}
     orders = itertools.cycle(itertools.permutations(functions))

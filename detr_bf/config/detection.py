@@ -39,7 +39,6 @@ from detr_bf.config.common import (
 )
 
 WITH_EXTRA_LEVELS = ("deformable_detr", "dab_deformable_detr", "dino")  # detectors that read model.extra_levels
-WITH_PATTERNS = ("dab_deformable_detr", "dab_detr", "dn_detr")  # detectors that read model.dab
 
 
 @dataclass
@@ -178,11 +177,6 @@ class ModelConfig:
         strides = list(self.backbone.strides)
         further = self.extra_levels if self.name in WITH_EXTRA_LEVELS else int(self.name == "smca_multi_scale")
         return strides + [strides[-1] * 2 ** (level + 1) for level in range(further)]
-
-    @property
-    def detections(self) -> int:
-        """Number of queries in evaluation, each of which can find one object."""
-        return self.num_queries * (max(self.dab.patterns, 1) if self.name in WITH_PATTERNS else 1)
 
 
 @dataclass

@@ -17,13 +17,7 @@ from detr_bf.common.settings import setting
 from detr_bf.common.structures import Queries, QueryGroup, Target, TokenBatch
 from detr_bf.detectors.conditional_detr import conditional_layers, content_scale
 from detr_bf.detectors.declaration import declare
-from detr_bf.detectors.detector import (
-    Detector,
-    Options,
-    shared_heads,
-    single_level_detector,
-    zero_init_box_head,
-)
+from detr_bf.detectors.detector import Detector, Options, shared_heads, single_level_detector, zero_init_box_head
 from detr_bf.transformer import Decoder, in_groups
 from detr_bf.transformer.blocks import MLP, xavier
 from detr_bf.transformer.position import sine_of_coordinates
@@ -68,8 +62,6 @@ class AnchorQueries(nn.Module):
     """Learned anchor boxes, each combined with every pattern: all anchors with the first pattern, with the second, ...
 
     Args:
-        num_anchors: A.
-        dim: C.
         patterns: P, 0 for one pattern of zeros.
         learned_content: add a learned content for each anchor.
         random_points: initialise the centres of the boxes uniformly over the image.
@@ -129,7 +121,6 @@ class AnchorPosition(nn.Module):
     """Position of a query: a perceptron of the sine encoding of its box in fractions of the padded first level.
 
     Args:
-        dim: C.
         scaled_layers: number of decoder layers; from the second on the position is multiplied by a function of the
             content (DAB-Deformable-DETR). None: in no layer.
     """

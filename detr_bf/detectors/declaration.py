@@ -23,6 +23,9 @@ class DetectorKind:
         own: dataclass of its own options, whose fields name their settings under ``model``.
         no_object: its class scores may contain no-object; not if it ranks tokens by class or draws classes as noise.
         from_tokens: its queries are the best tokens of the encoder, without groups of further queries.
+        two_stage: setting under ``model`` that makes its queries the best tokens, with or without groups.
+        encoder_width: setting under ``model`` of the width of its encoder; after the encoder the tokens are
+            ``hidden_dim`` wide, and batch attention has one place more there.
         masks_see_boxes: its mask head reads the boxes of the queries.
     """
 
@@ -30,6 +33,8 @@ class DetectorKind:
     own: type | None = None
     no_object: bool = True
     from_tokens: bool = False
+    two_stage: str | None = None
+    encoder_width: str | None = None
     masks_see_boxes: bool = True
 
     @property

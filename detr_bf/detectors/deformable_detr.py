@@ -68,7 +68,7 @@ class DeformableOptions(LevelOptions):
             raise InputError("mixed_selection=true needs two_stage=true as well")
 
 
-@declare(DeformableOptions)
+@declare(DeformableOptions, two_stage="deformable.two_stage")
 def deformable_detr(
     backbone: nn.Module,
     channels: Sequence[int],
@@ -81,7 +81,6 @@ def deformable_detr(
     """Build Deformable DETR: deformable attention of tokens and queries to the tokens of several levels.
 
     Args:
-        backbone, channels, options, own: feature maps, shared and own options.
         queries, update_queries, eps: of decoder and heads; by default learned queries or those of ``two_stage``.
     """
     levels = len(channels) + own.extra_levels

@@ -17,12 +17,7 @@ from detr_bf.common.settings import setting
 from detr_bf.common.structures import Outputs, Queries, QueryGroup, Target, TokenBatch
 from detr_bf.detectors.dab_detr import EPS, AnchorPosition
 from detr_bf.detectors.declaration import declare
-from detr_bf.detectors.deformable_detr import (
-    LevelOptions,
-    deformable_decoder_layers,
-    deformable_encoder,
-    level_tokens,
-)
+from detr_bf.detectors.deformable_detr import LevelOptions, deformable_decoder_layers, deformable_encoder, level_tokens
 from detr_bf.detectors.denoising import (
     EMPTY,
     ContrastiveDenoising,
@@ -113,12 +108,9 @@ class ContrastiveQueries(TokenProposals):
     A token is as good as its best class (sections 3.3 and 3.4). The proposals are those of the chosen tokens alone.
 
     Args:
-        num_queries, dim: Q and C.
         num_labels: number of labels that noise may replace a label with.
         labels: content of a noised object by its label.
-        class_head, box_head: as of :class:`TokenProposals`.
         mixed_selection: learn the contents of the queries; otherwise they are those of the tokens, without gradient.
-        denoising: settings of the denoising queries.
         dummy: give each image of a batch without objects one box without label (RT-DETRv2).
     """
 

@@ -9,12 +9,7 @@ ONE_TO_MANY, GROUP = "one_to_many", "group"  # ends of the names of their losses
 
 
 def query_groups(
-    num_queries: int,
-    *,
-    one_to_many: int = 0,
-    repeats: int = 6,
-    weight: float = 1.0,
-    group_detr: int = 1,
+    num_queries: int, *, one_to_many: int = 0, repeats: int = 6, weight: float = 1.0, group_detr: int = 1
 ) -> tuple[QueryGroup, ...]:
     """Describe the queries that a detector has in training besides its ``num_queries`` main queries.
 

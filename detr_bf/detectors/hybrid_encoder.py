@@ -46,7 +46,6 @@ class HybridEncoder(nn.Module):
     normalised with statistics of its own, and only the clean stream updates the running statistics.
 
     Args:
-        encoder: the encoder loop.
         fusion: maps (B, C, h, w), from fine to coarse -> maps of the same sizes.
         projections: one per level, (B, C, h, w) -> (B, C', h, w).
         temperature: longest wavelength of the position encoding in cells / 2 pi.
@@ -158,9 +157,7 @@ class FusionBlock(nn.Module):
     """Fusion of two maps that are concatenated: a path of RepVGG blocks and a shortcut, (B, 2 C, h, w) -> (B, C, h, w).
 
     Args:
-        dim: C.
         expansion: width of the blocks as a share of C; 1 has no convolution after the sum.
-        blocks: number of RepVGG blocks.
 
     Raises:
         InputError: ``expansion`` leaves no channel.
@@ -180,12 +177,7 @@ class FusionBlock(nn.Module):
 
 
 class CrossScaleFusion(nn.Module):
-    """Fusion of every map with the next coarser one, then of every result with the next finer one.
-
-    Args:
-        dim, levels: C and N.
-        expansion, blocks: arguments of each :class:`FusionBlock`.
-    """
+    """Fusion of every map with the next coarser one, then of every result with the next finer one."""
 
     def __init__(self, dim: int, levels: int, *, expansion: float = 1.0, blocks: int = 3) -> None:
         super().__init__()

@@ -45,12 +45,7 @@ class MaskHead(nn.Module):
         self.see_boxes = see_boxes
 
     def forward(
-        self,
-        states: Tensor,
-        boxes: Tensor,
-        tokens: TokenBatch,
-        memory: TokenBatch,
-        features: Sequence[FeatureMap],
+        self, states: Tensor, boxes: Tensor, tokens: TokenBatch, memory: TokenBatch, features: Sequence[FeatureMap]
     ) -> Masks:
         """Return the masks of all queries, to be computed on request.
 

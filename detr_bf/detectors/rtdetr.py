@@ -63,7 +63,7 @@ class RtdetrOptions:
     as_released: bool = setting("rtdetr.as_released", False)
 
 
-@declare(RtdetrOptions, no_object=False, from_tokens=True)
+@declare(RtdetrOptions, no_object=False, from_tokens=True, encoder_width="rtdetr.encoder_dim")
 def rtdetr(backbone: nn.Module, channels: Sequence[int], options: Options, own: RtdetrOptions) -> Detector:
     """Build RT-DETR: hybrid encoder, queries from the best tokens, decoder with deformable attention.
 
@@ -105,7 +105,7 @@ def rtdetr(backbone: nn.Module, channels: Sequence[int], options: Options, own: 
     )
 
 
-@declare(RtdetrOptions, no_object=False, from_tokens=True)
+@declare(RtdetrOptions, no_object=False, from_tokens=True, encoder_width="rtdetr.encoder_dim")
 def rtdetrv2(backbone: nn.Module, channels: Sequence[int], options: Options, own: RtdetrOptions) -> Detector:
     """Build RT-DETRv2; see :func:`rtdetr`."""
     return rtdetr.build(backbone, channels, options, replace(own, version=2))

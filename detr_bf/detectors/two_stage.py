@@ -26,7 +26,6 @@ class TokenProposals(nn.Module):
     """Class logits and a box for every token of the encoder; base of queries that are chosen among the tokens.
 
     Args:
-        dim: C.
         class_head, box_head: (R, S, C) -> (R, S, K) and (R, S, 4), the logits of the classes and of the change of the
             token's anchor.
     """
@@ -63,8 +62,6 @@ class ProposalQueries(TokenProposals):
     Class 0 means any object, as in the training of the proposals.
 
     Args:
-        num_queries, dim: Q and C.
-        class_head, box_head: as of :class:`TokenProposals`.
         learned_content: the contents are learned, and only positions and boxes come from the tokens (mixed query
             selection, Zhang et al. 2022, arXiv 2203.03605, section 3.4).
         groups: further queries in training, from the next best proposals.

@@ -138,4 +138,4 @@ class DetrBfCheckpointer(DetectionCheckpointer):
 
 def _decoder(weights: Mapping[str, Tensor]) -> set[str]:
     """Tensor names of the first decoder layer and of the queries' update; they differ between architectures."""
-    return {name for name in weights if name.startswith(("decoder.layers.0.", "decoder.look."))}
+    return {name for name in weights if name.startswith(("decoder.layers.0.", "decoder.update_queries."))}

@@ -8,13 +8,7 @@ from detr_bf.engine.checkpoint import (
     load_fitting,
     load_strict,
 )
-from detr_bf.engine.evaluate import (
-    DetectionEvaluator,
-    Evaluation,
-    EvaluationLoop,
-    EvaluationResult,
-    PanopticEvaluation,
-)
+from detr_bf.engine.evaluate import DetectionEvaluator, Evaluation, EvaluationLoop, EvaluationResult, PanopticEvaluation
 from detr_bf.engine.loggers import Logger, check_loggers, make_loggers
 from detr_bf.engine.metrics import MetricsLog
 from detr_bf.engine.optimizer import LearningRate, build_optimizer, image_parameter_groups, parameter_groups

@@ -44,11 +44,7 @@ class Checkpoint:
         return ClassMap.from_dict(self.class_map)
 
     def state_to_resume(self, source: str) -> dict[str, Any]:
-        """Return the training state.
-
-        Raises:
-            InputError: the checkpoint holds none.
-        """
+        """Return the training state (InputError: the checkpoint holds none)."""
         if self.training is None:
             raise InputError(
                 f"{source} holds only weights (it was converted or stripped) and no training state to resume: start "
@@ -59,8 +55,8 @@ class Checkpoint:
     @property
     def score_thresholds(self) -> ScoreThresholds | None:
         """The scores from which detections are shown; None before the first evaluation."""
-        found = self.thresholds
-        return None if found is None else ScoreThresholds(found["overall"], tuple(found["by_class"]))
+        stored = self.thresholds
+        return None if stored is None else ScoreThresholds(stored["overall"], tuple(stored["by_class"]))
 
     @property
     def weights(self) -> dict[str, Tensor]:
@@ -105,11 +101,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
 
 
 def check_stored(config: Any, class_map: Any, path: Path) -> None:
-    """Check the stored config, which must be plain data, and the stored class map.
-
-    Raises:
-        InputError: one of them has another structure.
-    """
+    """Check the stored config, which must be plain data, and the stored class map."""
     _check_plain(_mapping(config, "config", path), "config", path)
     classes = _mapping(class_map, "class_map", path)
     columns: list[Any] = [classes.get(name) for name in ("category_ids", "names", "is_thing")]
@@ -179,11 +171,11 @@ def _check_plain(value: Any, key: str, path: Path, depth: int = 0) -> None:
     if isinstance(value, dict):
         if not all(isinstance(name, str) for name in value):
             raise _malformed(path, key, "names of settings that are strings")
-        for name, each in value.items():
-            _check_plain(each, f"{key}.{name}", path, depth + 1)
+        for name, item in value.items():
+            _check_plain(item, f"{key}.{name}", path, depth + 1)
     elif isinstance(value, (list, tuple)):
-        for each in value:
-            _check_plain(each, key, path, depth + 1)
+        for item in value:
+            _check_plain(item, key, path, depth + 1)
     elif not (value is None or isinstance(value, (bool, int, float, str))):
         raise _malformed(path, key, f"plain values, not a {type(value).__name__}")
 
@@ -209,8 +201,13 @@ def _malformed(path: Path, name: str, expected: str) -> InputError:
 
 def is_checkpoint(path: Path) -> bool:
     """Return True for a checkpoint of this package, of any version; False for other weights."""
+    return _own_content(path) is not None
+
+
+def _own_content(path: Path) -> dict[str, Any] | None:
+    """Return the content of a checkpoint of this package, unchecked; None for other weights."""
     content = None if path.suffix == ".safetensors" else read_torch(path)
-    return isinstance(content, dict) and {"class_map", "config"} <= set(content)
+    return content if isinstance(content, dict) and {"class_map", "config"} <= set(content) else None
 
 
 def stored_classes(path: Path) -> ClassMap | None:
@@ -219,8 +216,7 @@ def stored_classes(path: Path) -> ClassMap | None:
     Raises:
         InputError: see :func:`detr_bf.common.files.read_torch`; the classes are damaged.
     """
-    content = None if path.suffix == ".safetensors" else read_torch(path)
-    if not (isinstance(content, dict) and {"class_map", "config"} <= set(content)):
+    if (content := _own_content(path)) is None:
         return None
     check_stored(content["config"], content["class_map"], path)
     classes = ClassMap.from_dict(content["class_map"])
@@ -337,12 +333,12 @@ def _mixers_renamed(model: nn.Module, weights: Mapping[str, Tensor]) -> tuple[di
 
 def compare(model: nn.Module, weights: Mapping[str, Tensor]) -> tuple[list[str], list[str], list[str]]:
     """Return the keys missing in ``weights``, the keys unknown to ``model``, and keys of another shape with both."""
-    own = model.state_dict()
-    missing = [name for name in own if name not in weights]
-    unexpected = [name for name in weights if name not in own]
+    tensors = model.state_dict()
+    missing = [name for name in tensors if name not in weights]
+    unexpected = [name for name in weights if name not in tensors]
     other_shape = [
         f"{name} (file {tuple(weights[name].shape)}, model {tuple(value.shape)})"
-        for name, value in own.items()
+        for name, value in tensors.items()
         if name in weights and weights[name].shape != value.shape
     ]
     return missing, unexpected, other_shape
@@ -350,10 +346,7 @@ def compare(model: nn.Module, weights: Mapping[str, Tensor]) -> tuple[list[str],
 
 def rng_state() -> dict[str, Any]:
     """Return the states of torch's generators on this rank."""
-    return {
-        "cpu": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
-    }
+    return {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None}
 
 
 def set_rng_state(state: Mapping[str, Any]) -> None:

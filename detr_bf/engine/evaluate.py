@@ -112,7 +112,6 @@ class Evaluation(Generic[E]):
     """Evaluation of a model on one split, for every task.
 
     Args:
-        make_evaluator: returns an empty evaluator.
         evaluator: the evaluator of the last call, with the images of all ranks; on the main rank only.
     """
 
@@ -127,17 +126,17 @@ class Evaluation(Generic[E]):
             EvaluationStopped: see :class:`EvaluationLoop`.
         """
         self.evaluator = None  # its results may be large
-        own = self.make_evaluator()
+        evaluator = self.make_evaluator()
         with torch.no_grad():
             for batch, outputs in self.loop(model, should_stop):
-                own.update(batch, outputs)
-        others = distributed.gather_to_main(None if distributed.is_main() else own)
+                evaluator.update(batch, outputs)
+        others = distributed.gather_to_main(None if distributed.is_main() else evaluator)
 
         def summarize() -> Any:
-            self.evaluator = own
+            self.evaluator = evaluator
             for other in (others or [])[1:]:
-                own.merge(other)
-            return own.summarize()
+                evaluator.merge(other)
+            return evaluator.summarize()
 
         return distributed.run_on_main(summarize)
 
@@ -147,7 +146,6 @@ class PanopticEvaluation:
     """Parts of the evaluation of panoptic maps.
 
     Args:
-        make_evaluator: returns an empty evaluator.
         encode: encodes a map as a PNG with its JSON entry.
         write: writes the encoded maps of all images; called on the main rank.
     """
@@ -185,53 +183,43 @@ class DetectionEvaluator:
         self.missing: set[tuple[int, int]] = set()  # objects that no evaluation of the run has found
         self._never_found = never_found
         self.panoptic = panoptic
-        self._boxes, self._postprocess, self._masks = boxes, postprocess, masks
+        self.boxes, self._postprocess, self._masks = boxes, postprocess, masks
         self._found: Sequence[Detections] = ()  # of a copy that was gathered from another rank
-        self._quality = panoptic.make_evaluator() if panoptic else None
+        self.quality = panoptic.make_evaluator() if panoptic else None
         self._maps: list[EncodedMap] = []
         self._criterion = criterion
         self._losses: list[tuple[int, dict[str, float]]] = []  # of each batch: images, total and unweighted terms
 
     @property
-    def boxes(self) -> CocoEvaluator:
-        """The evaluator of the boxes."""
-        return self._boxes
-
-    @property
-    def quality(self) -> PanopticEvaluator | None:
-        """The evaluator of the panoptic maps, None without maps."""
-        return self._quality
-
-    @property
     def detections(self) -> list[Detections]:
         """The detections by image id."""
-        return merge_shards([self._boxes.detections])
+        return merge_shards([self.boxes.detections])
 
     def update(self, batch: Batch, outputs: Outputs) -> None:
         """Add a batch and the outputs of the detector."""
-        self._boxes.update(self._postprocess(outputs, batch.targets))
+        self.boxes.update(self._postprocess(outputs, batch.targets))
         if self._criterion:
             report = self._criterion(outputs, batch.targets)
             values = {"loss": report.total} | {name: report.losses[name] for name in report.term_weights}
             numbers = torch.stack([*values.values()]).tolist()
             self._losses.append((len(batch.targets), dict(zip(values, numbers, strict=True))))
-        if self.panoptic and self._quality:
+        if self.panoptic and self.quality:
             maps = self.panoptic.postprocess(outputs, batch.targets)
-            self._quality.update(maps)
+            self.quality.update(maps)
             self._maps += map(self.panoptic.encode, maps)
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle the results only: every rank has the ground truth and the postprocessing."""
-        kept = {"_found": self._boxes.detections, "_quality": self._quality, "_maps": self._maps}
+        kept = {"_found": self.boxes.detections, "quality": self.quality, "_maps": self._maps}
         return {**kept, "_losses": self._losses}
 
     def merge(self, other: DetectionEvaluator) -> None:
         """Add the images of another rank."""
-        self._boxes.update(other._found)
+        self.boxes.update(other._found)
         self._maps += other._maps
         self._losses += other._losses
-        if self._quality and other._quality:
-            self._quality.merge(other._quality)
+        if self.quality and other.quality:
+            self.quality.merge(other.quality)
 
     def summarize(self) -> Result:
         """Return the metrics; write the panoptic maps and the objects that were never found."""
@@ -239,15 +227,15 @@ class DetectionEvaluator:
             self.panoptic.write(self._maps)
             self._maps = []
         self.result = Result(
-            self._boxes.summarize(),
-            self._boxes.summarize_masks() if self._masks else None,
-            self._quality.summarize() if self._quality else None,
+            self.boxes.summarize(),
+            self.boxes.summarize_masks() if self._masks else None,
+            self.quality.summarize() if self.quality else None,
             _mean_losses(self._losses),
         )
-        self.missing = set(never_found(self._boxes.errors))
+        self.missing = set(never_found(self.boxes.errors))
         if self._never_found is not None:
             try:
-                self.missing = update_never_found(self._never_found, self._boxes.errors)
+                self.missing = update_never_found(self._never_found, self.boxes.errors)
             except OSError as error:
                 logger.warning("%s cannot be written: %s", self._never_found, error)
         return self.result

@@ -58,7 +58,6 @@ class LoggerState:
     Args:
         entry: ``id`` and ``store`` of the run in the other program, and the last step that it has of each kind of
             record and of each picture. Empty for a new run; it is updated in place.
-        save: writes ``loggers.json``.
     """
 
     def __init__(self, entry: dict[str, Any], save: Callable[[], None]) -> None:
@@ -89,7 +88,6 @@ class TensorBoardLogger:
     """Event files of TensorBoard.
 
     Args:
-        folder: of the event files.
         purge_step: TensorBoard ignores what earlier files hold from this step on; None: it ignores nothing.
     """
 
@@ -118,12 +116,7 @@ class TensorBoardLogger:
 
 
 class _ServiceLogger:
-    """Base class of loggers with a run in another program.
-
-    Args:
-        folder: of the run.
-        config: settings of the run by full key, such as ``train.epochs``.
-    """
+    """Base class of loggers with a run in another program; arguments as of :func:`make_loggers`."""
 
     def __init__(self, folder: RunFolder, config: Mapping[str, Any], state: LoggerState) -> None:
         self._folder, self._config, self._state = folder, config, state
@@ -275,11 +268,7 @@ def _starting(name: str) -> Iterator[None]:
 
 
 def check_loggers(names: Sequence[str]) -> None:
-    """Import the libraries of loggers.
-
-    Raises:
-        InputError: one is missing; the message names the extra to install.
-    """
+    """Import the libraries of loggers (InputError: one is missing; the message names the extra to install)."""
     for name in names:
         with _starting(name):
             pass

@@ -112,11 +112,7 @@ class MetricsLog:
         logger.warning("%s (%s: %s); %s is complete", what, type(error).__name__, error, self._file.name)
 
     def close(self, error: BaseException | None = None) -> None:
-        """Close the file and leave the loggers.
-
-        Args:
-            error: the exception that ended the run.
-        """
+        """Close the file and leave the loggers."""
         with suppress(OSError):  # a failed write fails again when flushed
             self._file.close()
         try:
@@ -151,16 +147,13 @@ class Means:
             self._values[name].append(value.detach())
 
     def take(self, per_step: str) -> dict[str, float]:
-        """Return the means by name, with ``step_seconds``, and start anew; a collective.
+        """Return the means by name, with the ``step_seconds`` of one ``per_step``, and start anew; a collective.
 
         All ranks must have added the same names.
-
-        Args:
-            per_step: a name that is added once a step.
         """
         now = time.perf_counter()
-        own = torch.stack([torch.stack(values).double().mean() for values in self._values.values()])
-        means = dict(zip(self._values, distributed.all_reduce_mean(own).tolist(), strict=True))
+        rank_means = torch.stack([torch.stack(values).double().mean() for values in self._values.values()])
+        means = dict(zip(self._values, distributed.all_reduce_mean(rank_means).tolist(), strict=True))
         means["step_seconds"] = (now - self._since) / max(1, len(self._values.get(per_step, ())))
         self._values.clear()
         self._since = now
@@ -220,16 +213,13 @@ class TrainingLog:
         self._epoch = EpochMeans()
         self._weights: dict[str, float] = {}
 
-    def add_batches(self, batches: Sequence[BatchLog]) -> None:
-        """Add the losses of batches."""
+    def add_step(self, batches: Sequence[BatchLog], grad_norm: Tensor | None = None) -> None:
+        """Add the losses of the batches of an optimizer step, and its gradient norm unless the step is skipped."""
         for batch in batches:
             self._window.add(**batch.values)
             self._weights = batch.weights
-
-    def add_step(self, batches: Sequence[BatchLog], grad_norm: Tensor) -> None:
-        """Add the losses of the batches of an optimizer step, and its gradient norm."""
-        self.add_batches(batches)
-        self._window.add(grad_norm=grad_norm)
+        if grad_norm is not None:
+            self._window.add(grad_norm=grad_norm)
 
     def write_window(self, epoch: float, progress: Progress, optimizer: torch.optim.Optimizer) -> None:
         """Write the means since the last record, if any; a collective.
@@ -262,11 +252,7 @@ class TrainingLog:
             self._metrics.write(kind, step, values)
 
     def log_epoch(self, epoch: float, step: int, accumulate: int) -> None:
-        """Log the means over the epoch, or over its part since the resumption, as one line.
-
-        Args:
-            accumulate: batches of an optimizer step.
-        """
+        """Log the means over the epoch, or over its part since the resumption, as one line."""
         means, batches = self._epoch.take()
         if means:
             steps = math.ceil(batches / accumulate)

@@ -219,8 +219,8 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], sour
         ) from error
     except (KeyError, TypeError, AttributeError, RuntimeError) as error:  # of another structure
         raise InputError(f"{source}: its optimizer state is damaged ({error!r}): use another copy of it") from error
-    for group, own in zip(optimizer.param_groups, settings, strict=True):
-        group.update(own)
+    for group, before in zip(optimizer.param_groups, settings, strict=True):
+        group.update(before)
     for number, (parameter, moments) in enumerate(optimizer.state.items()):
         named = {f"optimizer.{number}.{name}": moment for name, moment in moments.items() if moment is not None}
         if adamw and moments and set(moments) != _ADAMW_STATE:

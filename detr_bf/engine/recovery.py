@@ -119,7 +119,6 @@ def find_fault(
 
     Args:
         step: a :class:`~detr_bf.engine.step.TrainingStep` without its DDP wrapper.
-        batches: of the step.
         rng: :func:`~detr_bf.engine.checkpoint.rng_state` from before the step's first forward pass.
         scale: of the gradient scaler; each batch's loss is multiplied by it and divided by their number.
     """
@@ -284,9 +283,6 @@ class Capture:
 def load_capture(path: Path, batch_type_of: Callable[[dict[str, Any]], type[TrainingBatch]]) -> Capture:
     """Read a capture; its weights may be NaN, which may be the reason for it.
 
-    Args:
-        batch_type_of: the stored config -> the class of its task's batches.
-
     Raises:
         InputError: see :func:`detr_bf.common.files.read_torch`; the file is no capture or damaged; ``batch_type_of``
             refuses the config.
@@ -344,7 +340,6 @@ def capture_step(
     """Find the fault of a step and copy the step with the current weights; a collective.
 
     Args:
-        number: of the step, from 1.
         step, batches, rng, scale, with_backward: see :func:`find_fault`.
     """
     fault = find_fault(step, batches, rng, scale=scale, with_backward=with_backward)
@@ -398,7 +393,6 @@ class Recovery:
     """Skips steps that are not finite and counts unreadable images, up to the limits of a run.
 
     Args:
-        state: of the run; its progress counts both.
         max_skipped: steps that may be skipped.
         max_replaced: unreadable images of an epoch that others may replace.
     """
@@ -422,7 +416,6 @@ class Recovery:
         """Capture the last counted step, which is not finite and has changed no weights; a collective.
 
         Args:
-            start: of the step.
             batches: of the step, up to the first whose loss is not finite.
             with_backward: True if the gradient is the fault, so that its source is searched too.
             scale: of the loss.

@@ -77,11 +77,7 @@ class CreatedFiles:
                     self._created[path] = _identity(path)
 
     def check_not_overwriting(self, *paths: Path) -> None:
-        """Refuse to overwrite files that have appeared since the folder was locked.
-
-        Raises:
-            InputError: there is one.
-        """
+        """Refuse to overwrite files that have appeared since the folder was locked."""
         for path in paths:
             if path not in self._existing and path not in self._created and path.exists():
                 raise InputError(f"{path} was just created by another program and would be overwritten: move it away")
@@ -230,11 +226,7 @@ class RunFolder:
         write_json(self.marker, asdict(marker))
 
     def read_marker(self) -> RunMarker | None:
-        """Return the marker, or None if there is none.
-
-        Raises:
-            InputError: the file is not a marker.
-        """
+        """Return the marker, or None if there is none (InputError: the file is not a marker)."""
         try:
             return RunMarker(**json.loads(self.marker.read_bytes()))
         except (FileNotFoundError, NotADirectoryError):
@@ -245,11 +237,7 @@ class RunFolder:
             ) from error
 
     def check_no_foreign_files(self) -> None:
-        """Refuse a folder without marker that holds files a run would overwrite.
-
-        Raises:
-            InputError: there are such files.
-        """
+        """Refuse a folder without marker that holds files a run would overwrite."""
         if self.marker.exists():
             return
         epochs = self.path.glob(self.epoch(0).name.replace("0000", "*"))
@@ -292,37 +280,6 @@ class RunFolder:
     def holds_a_run(self) -> bool:
         """Return True if there is a checkpoint to resume; a run killed while renaming leaves only ``previous``."""
         return self.last.exists() or self.previous.exists()
-
-    def check_no_evaluation(self) -> None:
-        """Refuse a folder that holds an evaluation.
-
-        Raises:
-            InputError: it does.
-        """
-        marker = self.read_marker()
-        if marker is not None and marker.kind != "training":
-            raise InputError(f"output_dir {self.path} holds an evaluation: choose another folder with output_dir=DIR")
-
-    def check_unused(self) -> None:
-        """Refuse a folder that holds the checkpoint of a run.
-
-        Raises:
-            InputError: it does.
-        """
-        if self.holds_a_run() and self.marker.exists():
-            raise InputError(
-                f"output_dir {self.path} already holds a run: continue it with --resume, "
-                "or choose another with output_dir=DIR"
-            )
-
-    def check_resumable(self) -> None:
-        """Refuse to resume without a checkpoint.
-
-        Raises:
-            InputError: there is no checkpoint.
-        """
-        if not self.holds_a_run():
-            raise InputError(f"nothing to resume: {self.last} does not exist. Start the run without --resume")
 
 
 def checkpoint_of(path: str | Path) -> Path:

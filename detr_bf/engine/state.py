@@ -52,8 +52,8 @@ class Progress:
 def running_statistics(model: nn.Module) -> list[Tensor]:
     """Return the running means and variances of the batch norms of a model."""
     norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
-    found = (statistic for norm in norms for statistic in (norm.running_mean, norm.running_var))
-    return [statistic for statistic in found if statistic is not None]
+    statistics = (statistic for norm in norms for statistic in (norm.running_mean, norm.running_var))
+    return [statistic for statistic in statistics if statistic is not None]
 
 
 class AveragedWeights(AveragedModel):
@@ -82,10 +82,10 @@ class AveragedWeights(AveragedModel):
         decay = self.decay
         if self.warmup_steps:
             decay *= 1 - math.exp(-(int(self.n_averaged) + 1) / self.warmup_steps)
-        own = running_statistics(self.module)
-        averages = [*self.module.parameters(), *own]
+        averaged_statistics = running_statistics(self.module)
+        averages = [*self.module.parameters(), *averaged_statistics]
         values = [*model.parameters(), *(running_statistics(model) if statistics is None else statistics)]
-        averaged = {id(statistic) for statistic in own}
+        averaged = {id(statistic) for statistic in averaged_statistics}
         for average, value in zip(self.module.buffers(), model.buffers(), strict=True):
             if id(average) not in averaged:
                 average.copy_(value)

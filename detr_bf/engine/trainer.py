@@ -99,10 +99,8 @@ class Trainer:
     then skips the step and runs the next one again.
 
     Args:
-        step: the model, its criterion, device and precision.
         make_batches: (epoch, index of the first batch) -> the remaining batches of that epoch for this rank, always in
             the same order.
-        batches_per_epoch: of each rank.
         evaluate: (model, function that is True once this rank is asked to stop) -> the result.
         metrics: None on all ranks but the main one.
         data: fingerprints of the training and validation data.
@@ -162,11 +160,7 @@ class Trainer:
         self._ddp_step: nn.Module = self.step
 
     def _resume(self, checkpoint: Checkpoint) -> None:
-        """Restore the state; with another batch size go on at the next whole step of the epoch.
-
-        Raises:
-            InputError: the checkpoint cannot be resumed, or more epochs are done than the settings have.
-        """
+        """Restore the state; with another batch size go on at the next whole step of the epoch."""
         self.state.restore(checkpoint, self.settings.seed)
         progress, epochs = self.progress, self.settings.epochs
         if (progress.epoch, progress.images) > (epochs, 0):
@@ -283,11 +277,7 @@ class Trainer:
         return not any(each.not_finite for each in flags) and (self.scaler.is_enabled() or math.isfinite(norm))
 
     def _settle(self, update: Callable[[], None] | None = None) -> None:
-        """Check the last step unless that was done; complete or skip it.
-
-        Args:
-            update: called before the step is completed.
-        """
+        """Check the last step unless that was done; complete or skip it."""
         step, self._unchecked = self._unchecked, None
         if step is None:
             return
@@ -303,7 +293,7 @@ class Trainer:
             self.log.add_step(step.logs, step.norm)
             return
         bad = next((number for number, each in enumerate(flags, start=1) if each.not_finite), None)
-        self.log.add_batches(step.logs if bad is None else step.logs[: bad - 1])
+        self.log.add_step(step.logs if bad is None else step.logs[: bad - 1])
         self.recovery.skip_step(step.start, step.batches[:bad], scale=float(step.scale), with_backward=bad is None)
 
     def _rest_of_epoch(self) -> Iterator[list[TrainingBatch]]:
@@ -447,5 +437,5 @@ class Trainer:
     def epochs_text(self) -> str:
         """The last epoch and the one with the best score, counted from 1, each with its checkpoint."""
         last, best = math.ceil(self.epochs_done), math.ceil(self.progress.best_epoch)
-        found = f", best epoch {best} ({self.folder.best.name})" if best else ", no epoch with a score"
-        return f"last epoch {last} ({self.folder.last.name}){found}"
+        best_text = f", best epoch {best} ({self.folder.best.name})" if best else ", no epoch with a score"
+        return f"last epoch {last} ({self.folder.last.name}){best_text}"

@@ -21,16 +21,13 @@ from detr_bf.data.transforms import eval_sample
 from detr_bf.export.graph import (
     EXAMPLE_SIDE,
     FILE_SUFFIXES,
-    ONNX_FORMAT,
     ONNX_SUFFIX,
     OPENVINO_SUFFIX,
-    OPSET,
     PACKAGE_SUFFIX,
     WEIGHTS_SUFFIX,
     Exported,
     ExportGraph,
-    FitResize,
-    Form,
+    ExportSignature,
     SelectionGraph,
     compile_package,
     export_graph,
@@ -46,7 +43,6 @@ from detr_bf.export.graph import (
     write_package,
 )
 from detr_bf.export.parity import (
-    COMPARED_BATCH,
     TOLERANCES,
     Comparison,
     GivenSelections,
@@ -58,52 +54,10 @@ from detr_bf.export.parity import (
     selection_names,
     synthetic_images,
 )
-from detr_bf.export.precision import (
-    EXPORT_PRECISIONS,
-    MAX_CALIBRATION,
-    calibration_files,
-    half_precision,
-    int8_precision,
-)
-from detr_bf.export.runtime import (
-    FileDetector,
-    OnnxDetector,
-    OpenVinoDetector,
-    PackageDetector,
-    file_detector,
-    machine_features,
-)
+from detr_bf.export.precision import EXPORT_PRECISIONS, half_precision, int8_precision
+from detr_bf.export.runtime import machine_features
 
-__all__ = [
-    "COMPARED_BATCH",
-    "EXPORT_PRECISIONS",
-    "FILE_SUFFIXES",
-    "MAX_CALIBRATION",
-    "ONNX_FORMAT",
-    "OPSET",
-    "TOLERANCES",
-    "Comparison",
-    "ExportGraph",
-    "Exported",
-    "FileDetector",
-    "FitResize",
-    "Form",
-    "GivenSelections",
-    "OnnxDetector",
-    "OpenVinoDetector",
-    "PackageDetector",
-    "ParityError",
-    "calibration_files",
-    "compare_outputs",
-    "compared_batches",
-    "export_detector",
-    "file_detector",
-    "file_metadata",
-    "file_names",
-    "fixed_transform",
-    "parity_table",
-    "synthetic_images",
-]
+__all__ = ["GivenSelections", "ParityError", "export_detector", "file_names", "parity_table", "synthetic_images"]
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +67,7 @@ Save = Callable[[Path, Mapping[str, Any]], None]  # writes a file with metadata
 def export_detector(
     path: Path,
     exported: Exported,
-    form: Form,
+    form: ExportSignature,
     images: Sequence[Tensor],
     *,
     source: str,
@@ -127,11 +81,8 @@ def export_detector(
 
     Args:
         path: new file ``.onnx``, ``.xml`` (OpenVINO, with the weights in ``.bin``) or ``.pt2`` (AOTInductor).
-        exported: the detector.
-        form: inputs and outputs.
         images: uint8 (3, h, w), to compare with.
         source: short description of the images, for the metadata.
-        license: of the weights.
         precision: one of ``EXPORT_PRECISIONS``, of packages float32. The outputs of others only have to be finite.
         calibration: uint8 (3, h, w), with which the activations of int8 are measured; read one after the other.
         evaluate: called with the unfinished file, which :func:`detr_bf.load` reads; its result is metadata ``ap``.
@@ -196,7 +147,7 @@ def file_names(path: Path) -> list[Path]:
 def _onnx(
     path: Path,
     graph: ExportGraph,
-    form: Form,
+    form: ExportSignature,
     metadata: Mapping[str, Any],
     calibration: Iterable[Batch],
     *,
@@ -222,11 +173,7 @@ def _onnx(
 
 
 def _openvino(onnx_model: Any, outputs: Sequence[str], *, half: bool) -> Save:
-    """Return a function that writes an ONNX model in the form of OpenVINO, with ``half`` weights in float16.
-
-    Raises:
-        InputError: OpenVINO cannot convert the model.
-    """
+    """Return a function that writes an ONNX model in the form of OpenVINO, with ``half`` weights in float16."""
     own: dict[str, Any] = {"outputs": list(outputs), "selections": selection_names(onnx_model)}
     del onnx_model.metadata_props[:]  # they would be converted as well
     try:
@@ -243,7 +190,7 @@ def _openvino(onnx_model: Any, outputs: Sequence[str], *, half: bool) -> Save:
     return save
 
 
-def _package(graph: ExportGraph, form: Form, folder: Path, *, padded: bool, device: str) -> Save:
+def _package(graph: ExportGraph, form: ExportSignature, folder: Path, *, padded: bool, device: str) -> Save:
     """Return a function that writes the graph as machine code, compiled in ``folder``."""
     program = traced(SelectionGraph(graph), form, padded=padded, device=torch.device(device))
     compiled = compile_package(program, folder)
@@ -253,7 +200,7 @@ def _package(graph: ExportGraph, form: Form, folder: Path, *, padded: bool, devi
     return lambda path, metadata: write_package(compiled, path, {**metadata, **own})
 
 
-def _check_possible(path: Path, form: Form, precision: str, device: str) -> None:
+def _check_possible(path: Path, form: ExportSignature, precision: str, device: str) -> None:
     """Check before the long computation that what it needs is installed and the file can be written."""
     assert precision in EXPORT_PRECISIONS
     if path.suffix not in FILE_SUFFIXES:

@@ -55,7 +55,7 @@ EXAMPLE_SIDE = 256  # least pixels of the shorter side of the images that the gr
 
 
 @dataclass(frozen=True)
-class Form:
+class ExportSignature:
     """Inputs and outputs of a file.
 
     Args:
@@ -165,11 +165,7 @@ class ExportGraph(nn.Module):
 
 
 def imported(name: str) -> Any:
-    """Return a package of the extra ``export``.
-
-    Raises:
-        InputError: it is not installed.
-    """
+    """Return a package of the extra ``export`` (InputError: it is not installed)."""
     try:
         return import_module(name)
     except ImportError as error:
@@ -198,7 +194,7 @@ def imported_openvino() -> Any:
             sys.modules.pop(telemetry, None)  # another thread may have removed it
 
 
-def fixed_transform(transform: SampleTransform, form: Form, square: int | None) -> SampleTransform:
+def fixed_transform(transform: SampleTransform, form: ExportSignature, square: int | None) -> SampleTransform:
     """Return the transform of the images of a file: the detector's own, or :class:`FitResize` for a fixed size.
 
     Raises:
@@ -226,7 +222,7 @@ def size_divisor(transform: SampleTransform) -> int:
     return transform.divisor if isinstance(transform, RandomResize) else 1
 
 
-def export_graph(exported: Exported, form: Form, device: torch.device) -> ExportGraph:
+def export_graph(exported: Exported, form: ExportSignature, device: torch.device) -> ExportGraph:
     """Return a copy of the detector on a device, whose decoder returns the last layer only."""
     model = copy.deepcopy(exported.model).to(device).float().eval()
     for module in model.modules():
@@ -246,7 +242,7 @@ def pads_by_size(model: nn.Module) -> bool:
 
 def traced(
     graph: nn.Module,
-    form: Form,
+    form: ExportSignature,
     *,
     padded: bool,
     short_side: int = EXAMPLE_SIDE,
@@ -281,7 +277,9 @@ def traced(
             ) from error
 
 
-def onnx_model(program: torch.export.ExportedProgram, form: Form, outputs: Sequence[str], *, padded: bool) -> Any:
+def onnx_model(
+    program: torch.export.ExportedProgram, form: ExportSignature, outputs: Sequence[str], *, padded: bool
+) -> Any:
     """Return a program of :func:`traced` as an ONNX model."""
     axes = {**({0: "batch"} if form.batch is None else {}), **({2: "height", 3: "width"} if form.size is None else {})}
     with torch.no_grad(), reference_operators(), _quiet():
@@ -381,7 +379,7 @@ def _quiet() -> Iterator[None]:
                 logging.getLogger(name).setLevel(level)
 
 
-def file_metadata(exported: Exported, form: Form, license: str | None) -> dict[str, Any]:
+def file_metadata(exported: Exported, form: ExportSignature, license: str | None) -> dict[str, Any]:
     """Return the metadata of a file, without the comparison; every value is written as JSON."""
     classes, backbone = exported.class_map, exported.model.backbone
     thresholds = exported.thresholds or ScoreThresholds.same(DEFAULT_THRESHOLD, classes.num_classes)

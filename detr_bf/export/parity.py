@@ -20,7 +20,7 @@ from detr_bf.common.errors import CommandError, InputError
 from detr_bf.common.structures import Batch
 from detr_bf.common.text import printable
 from detr_bf.data.transforms import SampleTransform, eval_sample
-from detr_bf.export.graph import ONNX_SUFFIX, OPENVINO_SUFFIX, ExportGraph, Form, imported
+from detr_bf.export.graph import ONNX_SUFFIX, OPENVINO_SUFFIX, ExportGraph, ExportSignature, imported
 from detr_bf.export.runtime import FileDetector, OnnxDetector, OpenVinoDetector, PackageDetector
 
 logger = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class Comparison:
 
 
 def compared_batches(
-    images: Sequence[Tensor], transform: SampleTransform, form: Form, square: int | None
+    images: Sequence[Tensor], transform: SampleTransform, form: ExportSignature, square: int | None
 ) -> Iterator[Batch]:
     """Yield batches of one image and of several that the form allows, of several sizes where it does."""
     samples = [eval_sample(transform, pixels, index) for index, pixels in enumerate(images)]

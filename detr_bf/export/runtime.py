@@ -33,7 +33,7 @@ from detr_bf.export.graph import (
     PACKAGE_METADATA,
     PACKAGE_SUFFIX,
     WEIGHTS_SUFFIX,
-    Form,
+    ExportSignature,
     imported,
     imported_openvino,
 )
@@ -46,7 +46,6 @@ class FileDetector(ABC):
     """Detector of a file, called like a :class:`~detr_bf.detectors.Detector`.
 
     Args:
-        source: name of the file, for messages.
         metadata: values that ``detr-bf export`` wrote.
         names: of the outputs, in the order of :meth:`_compute`.
         padded: the file has the input ``sizes``.
@@ -63,7 +62,7 @@ class FileDetector(ABC):
         self.source, self.metadata = source, dict(metadata)
         with _damaged(source):
             batch, size, postprocess = (metadata["form"][name] for name in ("batch", "size", "postprocess"))
-            self.form = Form(batch, None if size is None else (int(size[0]), int(size[1])), postprocess)
+            self.form = ExportSignature(batch, None if size is None else (int(size[0]), int(size[1])), postprocess)
             needed = {"scores", "labels", "boxes"} if postprocess else {"logits", "boxes"}
             if not needed <= set(names):
                 raise ValueError(f"the outputs are {names}")
@@ -157,10 +156,6 @@ class FileDetector(ABC):
 
 class OnnxDetector(FileDetector):
     """Detector that onnxruntime computes on the CPU.
-
-    Args:
-        content: bytes or path of the file.
-        source: its name, for messages.
 
     Raises:
         InputError: onnxruntime is not installed, or the file is damaged or was not written by this package.
@@ -342,11 +337,7 @@ def machine_features() -> dict[str, Any]:
 
 
 def file_detector(path: Path) -> FileDetector:
-    """Return the detector of a file that ``detr-bf export`` wrote, by the suffix of its name.
-
-    Raises:
-        InputError: it cannot be read, or see the classes of detectors.
-    """
+    """Return the detector of a file that ``detr-bf export`` wrote, by the suffix of its name."""
     detector: FileDetector
     if path.suffix == PACKAGE_SUFFIX:
         detector = PackageDetector(path)
@@ -363,11 +354,7 @@ def file_detector(path: Path) -> FileDetector:
 
 
 def _reopened(path: Path, metadata: Mapping[str, Any]) -> FileDetector:
-    """Return the detector of a pickle, which holds the path and the metadata of its file.
-
-    Raises:
-        InputError: the file is missing, or another one with other metadata.
-    """
+    """Return the detector of a pickle, which holds the path and the metadata of its file."""
     detector = file_detector(path)
     if detector.metadata != metadata:
         raise InputError(f"{printable(path)} has changed since its detector was pickled: load it again")

@@ -6,7 +6,6 @@ The folder holds no paths of the machine that it was trained on and nothing that
 from __future__ import annotations
 
 import copy
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -19,10 +18,12 @@ from torch import Tensor
 from detr_bf.common.errors import InputError
 from detr_bf.common.files import (
     DATA_FILE,
+    METRICS_FILE,
     file_sha256,
     is_file,
     make_output_folder,
     read_json,
+    read_records,
     read_safetensors,
     write_json,
     write_text,
@@ -47,7 +48,7 @@ _PRIVATE = {
 
 
 @dataclass(frozen=True)
-class Origin:
+class SourceCheckpoint:
     """Checkpoint that a predictor was made of."""
 
     config: dict[str, Any]
@@ -65,16 +66,12 @@ def save_shared(
     weights: Mapping[str, Tensor],
     classes: ClassMap,
     thresholds: ScoreThresholds | None,
-    origin: Origin,
+    origin: SourceCheckpoint,
     *,
     name: str,
     licence: str | None,
 ) -> None:
-    """Write the folder; ``config.json`` is written last.
-
-    Raises:
-        InputError: one of the files exists, or cannot be written.
-    """
+    """Write the folder; ``config.json`` is written last (InputError: one of the files exists, or cannot be written)."""
     for file in (WEIGHTS, CONFIG, CARD):
         if (folder / file).exists() or (folder / file).is_symlink():
             raise InputError(f"{printable(folder / file)} exists: give a new folder")
@@ -97,11 +94,7 @@ def save_shared(
 
 
 def load_shared(folder: Path) -> Checkpoint:
-    """Return the content of a folder as a checkpoint.
-
-    Raises:
-        InputError: a file is missing, damaged or of another program.
-    """
+    """Return the content of a folder as a checkpoint (InputError: a file is missing, damaged or of another program)."""
     path = folder / CONFIG
     try:
         content = read_json(path)
@@ -140,23 +133,18 @@ def without_paths(config: Mapping[str, Any]) -> dict[str, Any]:
     return shared
 
 
-def _metrics_of(origin: Origin) -> dict[str, float] | None:
+def _metrics_of(origin: SourceCheckpoint) -> dict[str, float] | None:
     """Return the metrics of the evaluation at the step of the checkpoint, from the log beside it."""
-    log = origin.source.parent / "metrics.jsonl"
-    if origin.step is None or not is_file(log):
+    if origin.step is None:
         return None
-    found = None
-    for line in log.read_text(encoding="utf-8").splitlines():
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(record, dict) and record.get("kind") == "val" and record.get("step") == origin.step:
-            found = {key: value for key, value in record.items() if isinstance(value, float) and math.isfinite(value)}
-    return found
+    records = [record for _, record in read_records(origin.source.parent / METRICS_FILE) if record is not None]
+    found = [record for record in records if record["kind"] == "val" and record["step"] == origin.step]
+    if not found:
+        return None
+    return {key: value for key, value in found[-1].items() if isinstance(value, float) and math.isfinite(value)}
 
 
-def _statistics(origin: Origin) -> Mapping[str, Any]:
+def _statistics(origin: SourceCheckpoint) -> Mapping[str, Any]:
     """Return the images and objects of the splits of the run, as far as its folder says."""
     try:
         content = read_json(origin.source.parent / DATA_FILE)

@@ -14,7 +14,7 @@ from detr_bf.common.errors import InputError
 from detr_bf.common.structures import Batch, Outputs, Target
 from detr_bf.common.text import printable
 from detr_bf.detectors import Detector
-from detr_bf.export import FileDetector
+from detr_bf.export.runtime import FileDetector
 from detr_bf.losses.postprocess import Postprocess
 
 T = TypeVar("T")
@@ -81,11 +81,7 @@ class FileBackend:
         return printable(str(self.model.metadata.get("precision", "float32")))
 
     def on(self, device: str | torch.device | None) -> FileBackend:
-        """Return this backend.
-
-        Raises:
-            InputError: the file is computed on another device than ``device``.
-        """
+        """Return this backend (InputError: the file is computed on another device than ``device``)."""
         if str(device or "auto") not in ("auto", self.model.device.type):
             where = "the CPU" if self.model.device.type == "cpu" else "the GPU"
             raise InputError(

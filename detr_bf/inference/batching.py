@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from time import monotonic
 
@@ -114,8 +114,6 @@ class Batcher:
 
     Args:
         predictor: has the methods ``predict`` and ``least_scores`` of :class:`~detr_bf.inference.predictor.Predictor`.
-        options: limits.
-        metrics: gets sizes and times of the batches.
     """
 
     def __init__(self, predictor: Predictor, options: ServingOptions, metrics: ServingMetrics) -> None:
@@ -125,7 +123,7 @@ class Batcher:
         self._jobs: deque[_Job] = deque()
         self._changed = threading.Condition()
         self._closed = False
-        self._running = 0  # images in the model
+        self.running = 0  # images in the model
         self._since = math.inf  # start of the batch in the model
         self._on_failure: Callable[[], None] = lambda: None
         self._thread = threading.Thread(target=self._run, name="detr_bf batcher", daemon=True)
@@ -138,11 +136,6 @@ class Batcher:
         if not self.ready.is_set():
             return "starting"
         return "overdue" if monotonic() - self._since > self.options.timeout else "ready"
-
-    @property
-    def running(self) -> int:
-        """Images that are in the model now."""
-        return self._running
 
     def start(self, on_failure: Callable[[], None]) -> None:
         """Start the thread, which begins with a warm-up pass; it calls ``on_failure`` if the detector is broken."""
@@ -215,11 +208,11 @@ class Batcher:
 
     @contextmanager
     def _in_model(self, images: int) -> Iterator[None]:
-        self._running, self._since = images, monotonic()
+        self.running, self._since = images, monotonic()
         try:
             yield
         finally:
-            self._running, self._since = 0, math.inf
+            self.running, self._since = 0, math.inf
 
     def _compute(self, jobs: Sequence[_Job]) -> None:
         """Run the detector and set the results; if it fails, compute each image alone, and the faulty one fails."""
@@ -243,17 +236,8 @@ class Batcher:
         self.metrics.forward_seconds.observe(monotonic() - start)
         self.metrics.batch_sizes.observe(len(jobs))
         for job, each in found:
-            job.result.set_result(_from_score(each, job.least))
+            job.result.set_result(each.above(job.least))
 
     def _predict(self, images: list[Tensor]) -> list[Prediction]:
         """Return all objects of each image; the requests of a batch may have different thresholds."""
         return list(self.predictor.predict(images, len(images), 0.0, half=self.options.half))
-
-
-def _from_score(prediction: Prediction, least: Tensor) -> Prediction:
-    """Return the objects whose scores reach the least score of their class, (K,)."""
-    keep = prediction.scores.cpu().double() >= least[prediction.labels.cpu()]
-    masks = prediction.masks and tuple(mask for mask, kept in zip(prediction.masks, keep, strict=True) if kept)
-    keep = keep.to(prediction.scores.device)
-    kept = {name: getattr(prediction, name)[keep] for name in ("boxes", "scores", "labels")}
-    return replace(prediction, **kept, masks=masks)

@@ -7,8 +7,9 @@ import logging
 import math
 import shlex
 from collections.abc import Collection, Sequence
+from operator import attrgetter
 from pathlib import Path
-from typing import Literal, overload
+from typing import TYPE_CHECKING, Literal, TypedDict, overload
 
 from detr_bf.assembly.data import data_source
 from detr_bf.common.errors import InputError
@@ -23,6 +24,9 @@ from detr_bf.inference.loading import VAL_NAMES, load, recipe_file
 from detr_bf.inference.predictor import Predictor
 from detr_bf.tasks import task_of
 from detr_bf.tasks.run import Outcome, dry_run_training, train
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 logger = logging.getLogger(__name__)
 
@@ -43,31 +47,25 @@ _PATH_SETTINGS = ("data.root=", "data.train.", "data.val.", "output_dir=")
 _SPLIT_SETTINGS = ("data.train.", "data.val.", "data.val_fraction", "data.fold")
 
 
+class FineTuneOptions(TypedDict, total=False):
+    """Optional keyword arguments of :func:`finetune`, except ``dry_run``."""
+
+    model: str
+    init_from: str | Path | None
+    augment: str | None
+    resume: bool
+    overrides: Sequence[str]
+
+
 @overload
 def finetune(
-    data: str | Path,
-    *,
-    output: str | Path,
-    model: str = ...,
-    init_from: str | Path | None = ...,
-    augment: str | None = ...,
-    resume: bool = ...,
-    overrides: Sequence[str] = ...,
-    dry_run: Literal[False] = ...,
+    data: str | Path, *, output: str | Path, dry_run: Literal[False] = ..., **options: Unpack[FineTuneOptions]
 ) -> Predictor: ...
 
 
 @overload
 def finetune(
-    data: str | Path,
-    *,
-    output: str | Path,
-    model: str = ...,
-    init_from: str | Path | None = ...,
-    augment: str | None = ...,
-    resume: bool = ...,
-    overrides: Sequence[str] = ...,
-    dry_run: Literal[True],
+    data: str | Path, *, output: str | Path, dry_run: Literal[True], **options: Unpack[FineTuneOptions]
 ) -> None: ...
 
 
@@ -106,16 +104,7 @@ def finetune(
     Raises:
         InputError: for anything that can be corrected, before the first step.
     """
-    config, outcome = fine_tuned(
-        data,
-        output=output,
-        model=model,
-        init_from=init_from,
-        augment=augment,
-        resume=resume,
-        overrides=overrides,
-        dry_run=dry_run,
-    )
+    config, outcome = fine_tuned(data, output, model, init_from, augment, resume, overrides, dry_run)
     if dry_run:
         logger.info("%s", outcome)  # ranks other than 0 log errors only
         return None
@@ -124,7 +113,6 @@ def finetune(
 
 def fine_tuned(
     data: str | Path,
-    *,
     output: str | Path,
     model: str,
     init_from: str | Path | None,
@@ -133,11 +121,7 @@ def fine_tuned(
     overrides: Sequence[str],
     dry_run: bool,
 ) -> tuple[DetectionConfig, Outcome | str | None]:
-    """Train or try as :func:`finetune` describes; return the config and the result (None on ranks other than 0).
-
-    Raises:
-        InputError: for anything that can be corrected, before the first step.
-    """
+    """Train or try as :func:`finetune` describes; return the config and the result (None on ranks other than 0)."""
     if not str(output).strip():
         raise InputError("finetune needs the folder of the run: output='runs/mine'")
     if dry_run and resume:
@@ -168,9 +152,6 @@ def fine_tuning_files(model: str) -> tuple[list[Path], list[str]]:
 
     These are the settings of a file of the user, without those it inherits and without paths of data and run. Of a
     packaged config there are none.
-
-    Raises:
-        InputError: there is no such config.
     """
     packaged = packaged_configs()
     path = packaged.get(model) or recipe_file(model)
@@ -229,8 +210,7 @@ def folder_splits(data: DataConfig) -> list[str]:
         )
     chosen: dict[str, object] = {"data.train.split": train or None, "data.val.split": val or None}
     chosen |= {"data.val_fraction": 0.0 if val else VAL_FRACTION, "data.folds": 0, "data.fold": 0}
-    before: dict[str, object] = {"data.train.split": data.train.split, "data.val.split": data.val.split}
-    before |= {"data.val_fraction": data.val_fraction, "data.folds": data.folds, "data.fold": data.fold}
+    before = {name: attrgetter(name.removeprefix("data."))(data) for name in chosen}
     return [f"{name}={json.dumps(value)}" for name, value in chosen.items() if value != before[name]]
 
 
@@ -244,11 +224,7 @@ def _train_images(config: DetectionConfig) -> float:
 
 
 def _by_steps(config: DetectionConfig, steps: int, given: Collection[str]) -> dict[str, float]:
-    """Return the warm-up, the decay of the averaged weights and the learning rates of a run of this many steps.
-
-    Args:
-        given: names of the settings that the user chose.
-    """
+    """Return the warm-up, the decay of the averaged weights and the learning rates of a run of this many steps."""
     optimizer = config.optimizer
     chosen = {
         "optimizer.warmup_steps": min(WARMUP_STEPS, steps // 10),

@@ -83,13 +83,7 @@ class PredictQuery(BaseModel):
 
 
 class DetectorService:
-    """Requests for the predictions of one detector.
-
-    Args:
-        predictor: see :class:`Batcher`.
-        options: limits.
-        name: shown to clients.
-    """
+    """Requests for the predictions of one detector."""
 
     def __init__(self, predictor: Predictor, options: ServingOptions, name: str) -> None:
         stored = predictor.origin.config.get("batch_former", {}) if predictor.origin else {}
@@ -362,11 +356,7 @@ def build_app(service: DetectorService) -> FastAPI:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens; port 0 is any free one.
-
-    Raises:
-        InputError: the address is wrong or taken.
-    """
+    """Return a socket that listens; port 0 is any free one (InputError: the address is wrong or taken)."""
     if not (host and 0 <= port < 2**16):
         raise InputError(f"expected a host and a port from 0 to 65535, got {printable(repr(host))} and {port}")
     # with the protocol given, asyncio sets TCP_NODELAY, without which each answer takes 40 ms longer

@@ -26,9 +26,10 @@ from detr_bf.data.formats import read_folder
 from detr_bf.detectors import Detector
 from detr_bf.engine import Checkpoint, build_and_load, checkpoint_of, load_checkpoint
 from detr_bf.evaluation import ScoreThresholds
-from detr_bf.export import FILE_SUFFIXES, file_detector, fixed_transform
+from detr_bf.export.graph import FILE_SUFFIXES, fixed_transform
+from detr_bf.export.runtime import file_detector
 from detr_bf.export.sharing import WEIGHTS as SHARED_WEIGHTS
-from detr_bf.export.sharing import Origin, is_shared, load_shared
+from detr_bf.export.sharing import SourceCheckpoint, is_shared, load_shared
 from detr_bf.inference.backends import FileBackend, TorchBackend
 from detr_bf.inference.predictor import Predictor
 from detr_bf.interop.classes import coco_classes, renumbered_to
@@ -70,21 +71,13 @@ def create_model(
 
 
 def recipe_config(name: str, overrides: Sequence[str] = ()) -> DetectionConfig:
-    """Return the settings of the recipe ``configs/*/NAME.yaml``.
-
-    Raises:
-        InputError: no such recipe, or an unknown setting.
-    """
+    """Return the settings of the recipe ``configs/*/NAME.yaml`` (InputError: no such recipe, or an unknown setting)."""
     config: DetectionConfig = load_config(recipe_file(name), list(overrides), task="detection")
     return config
 
 
 def recipe_file(name: str) -> Path:
-    """Return the file of a recipe of :func:`list_models`; ``name`` may also be that of a YAML file.
-
-    Raises:
-        InputError: no such recipe.
-    """
+    """Return the file of a recipe of :func:`list_models`; ``name`` may also be that of a YAML file."""
     if not isinstance(name, str):
         raise InputError(f"a model is the name of a recipe, see detr_bf.list_models(), not {printable(repr(name))}")
     if name.endswith((".yaml", ".yml")):
@@ -154,11 +147,7 @@ def load_predictor(path: str | Path, device: str = "auto") -> Predictor | Classi
 
 
 def _detection_predictor(config: DetectionConfig, checkpoint: Checkpoint, source: Path) -> Predictor:
-    """Return the trained detector of a checkpoint.
-
-    Raises:
-        InputError: the weights are another model's.
-    """
+    """Return the trained detector of a checkpoint (InputError: the weights are another model's)."""
     classes, device = checkpoint.classes, device_of(config.device)
     model = build_and_load(
         lambda: build_model(config, classes.num_classes, pretrained=False), checkpoint.weights, source
@@ -171,18 +160,15 @@ def _detection_predictor(config: DetectionConfig, checkpoint: Checkpoint, source
             source,
             config.eval.batch_size,
         )
-    origin = Origin(checkpoint.config, source, ((checkpoint.training or {}).get("progress") or {}).get("step"))
+    origin = SourceCheckpoint(
+        checkpoint.config, source, ((checkpoint.training or {}).get("progress") or {}).get("step")
+    )
     backend, thresholds = TorchBackend(model.to(device).eval(), device), checkpoint.score_thresholds
     return Predictor.from_config(backend, config, classes, thresholds=thresholds, origin=origin)
 
 
 def _exported_predictor(path: Path, device: str) -> Predictor:
-    """Return the detector of a file that ``detr-bf export`` wrote; the code in a package runs.
-
-    Raises:
-        InputError: onnxruntime or openvino is not installed, the file is damaged, of another program or compiled for
-            another machine, or another device than that of the file is asked for.
-    """
+    """Return the detector of a file that ``detr-bf export`` wrote; the code in a package runs."""
     model = file_detector(path)
     values = model.metadata
     try:
@@ -247,11 +233,7 @@ def evaluated_run(
 
 
 def _evaluated_split(config: RunConfig, overrides: Sequence[str], folder: str | Path | None) -> list[str]:
-    """Return the settings of the validation images in another folder than that of the run.
-
-    Raises:
-        InputError: the config is not of a detector, or the folder cannot be read.
-    """
+    """Return the settings of the validation images in another folder than that of the run."""
     names = {override.partition("=")[0].strip() for override in overrides}
     if not isinstance(config, DetectionConfig):
         if folder is not None:
@@ -275,11 +257,7 @@ def _evaluated_split(config: RunConfig, overrides: Sequence[str], folder: str | 
 
 
 def _read_checkpoint(given: Path) -> tuple[Path, Checkpoint]:
-    """Return the file and the content of a checkpoint, run folder, saved folder or published weights.
-
-    Raises:
-        InputError: see :func:`load`.
-    """
+    """Return the file and the content of a checkpoint, run folder, saved folder or published weights."""
     weights = None if is_file(given) or is_folder(given) else published(str(given))
     if weights is not None:
         return _published_checkpoint(weights)
@@ -307,11 +285,7 @@ def without_counters(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _published_checkpoint(weights: PublishedWeights) -> tuple[Path, Checkpoint]:
-    """Return the file of published weights and a checkpoint of its detector on COCO.
-
-    Raises:
-        InputError: the download failed, or the file is of another detector.
-    """
+    """Return the file of published weights and a checkpoint of its detector on COCO."""
     source, config = get_published(weights), published_config(weights)
     classes = coco_classes(stuff=config.model.masks)
     rows = build_classification(config).num_logits(classes.num_classes)
@@ -330,11 +304,7 @@ def _published_checkpoint(weights: PublishedWeights) -> tuple[Path, Checkpoint]:
 
 
 def _transformers_checkpoint(folder: Path) -> tuple[Path, Checkpoint]:
-    """Return the weights file of a folder of transformers, and a checkpoint of its detector.
-
-    Raises:
-        InputError: the folder is damaged, or of a detector that is not here.
-    """
+    """Return the weights file of a folder of transformers, and a checkpoint of its detector."""
     recipe, settings, classes = read_transformers_config(folder)
     config = recipe_config(recipe, [*settings, "model.backbone.frozen_norm=true"])
     source = find_weights(folder)

@@ -103,11 +103,7 @@ class PredictedImage:
 
     @property
     def image(self) -> Tensor:
-        """Pixels (3, H, W) uint8 RGB.
-
-        Raises:
-            InputError: its file was removed, or replaced by an image of another size.
-        """
+        """Pixels (3, H, W) uint8 RGB (InputError: its file was removed, or replaced by an image of another size)."""
         if isinstance(self.given, Tensor):
             return self.given
         pixels = read_image(self.given, max_pixels=self.max_pixels, grey_bits=self.grey_bits)
@@ -115,9 +111,35 @@ class PredictedImage:
             raise InputError(f"{self.source} has changed since it was predicted: its size is another one")
         return pixels
 
+    @property
+    def class_indices(self) -> list[int]:
+        """Contiguous index of the class of each object or segment."""
+        raise NotImplementedError
+
+    def __len__(self) -> int:
+        return len(self.class_indices)
+
+    @property
+    def names(self) -> list[str]:
+        """Name of the class of each object or segment."""
+        return [self.class_map.names[index] for index in self.class_indices]
+
+    @property
+    def category_ids(self) -> list[int]:
+        """Id of the class of each object or segment in the annotations of the training data."""
+        return [self.class_map.category_ids[index] for index in self.class_indices]
+
     def plot(self, class_names: Sequence[str] | None = None) -> Image.Image:
         """Draw what was found on the image."""
         raise NotImplementedError
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what was found as plain values."""
+        raise NotImplementedError
+
+    def to_json(self) -> str:
+        """Return :meth:`to_dict` as one line of JSON."""
+        return json.dumps(self.to_dict())
 
     def _repr_png_(self) -> bytes | None:
         """Return the picture that a notebook shows."""
@@ -139,21 +161,12 @@ class PredictedImage:
 class PanopticPrediction(PredictedImage, PanopticMap):
     """Panoptic map of one image with its classes and the image; segments have no scores."""
 
-    def __len__(self) -> int:
-        return len(self.segments)
-
     def __str__(self) -> str:
         return f"{printable(self.source) or 'image'}: {', '.join(self.names) or 'nothing found'}"
 
     @property
-    def names(self) -> list[str]:
-        """Name of the class of each segment."""
-        return [self.class_map.names[segment.label] for segment in self.segments]
-
-    @property
-    def category_ids(self) -> list[int]:
-        """Id of the class of each segment in the annotations of the training data."""
-        return [self.class_map.category_ids[segment.label] for segment in self.segments]
+    def class_indices(self) -> list[int]:
+        return [segment.label for segment in self.segments]
 
     def bitmaps(self) -> NDArray[np.bool_]:
         """Return the masks (N, H, W) bool of the segments, which do not overlap."""
@@ -178,10 +191,6 @@ class PanopticPrediction(PredictedImage, PanopticMap):
         ]
         return {"file": self.source, "segments": segments}
 
-    def to_json(self) -> str:
-        """Return :meth:`to_dict` as one line of JSON."""
-        return json.dumps(self.to_dict())
-
     def to_coco(self, image_id: int | None = None) -> EncodedMap:
         """Return ``annotation``, the entry of a COCO panoptic results file, and ``png``, the bytes of its PNG file.
 
@@ -196,22 +205,13 @@ class PanopticPrediction(PredictedImage, PanopticMap):
 class Prediction(PredictedImage, Detections):
     """Detections of one image, best first, with their classes and the image."""
 
-    def __len__(self) -> int:
-        return len(self.boxes)
-
     def __str__(self) -> str:
         found = ", ".join(f"{name} {score:.2f}" for name, score in zip(self.names, self.scores.tolist(), strict=True))
         return f"{printable(self.source) or 'image'}: {found or 'nothing found'}"
 
     @property
-    def names(self) -> list[str]:
-        """Name of the class of each object."""
-        return [self.class_map.names[label] for label in self.labels.tolist()]
-
-    @property
-    def category_ids(self) -> list[int]:
-        """Id of the class of each object in the annotations of the training data."""
-        return [self.class_map.category_ids[label] for label in self.labels.tolist()]
+    def class_indices(self) -> list[int]:
+        return list(self.labels.tolist())
 
     def bitmaps(self) -> NDArray[np.bool_] | None:
         """Return the masks (N, H, W) bool; None for a detector without mask head."""
@@ -261,10 +261,6 @@ class Prediction(PredictedImage, Detections):
             objects.append(found if self.masks is None else {**found, "segmentation": self.masks[number]})
         return {"file": self.source, "objects": objects}
 
-    def to_json(self) -> str:
-        """Return :meth:`to_dict` as one line of JSON."""
-        return json.dumps(self.to_dict())
-
     def to_coco(self, image_id: int | None = None) -> list[dict[str, Any]]:
         """Return the entries of a COCO results file, by default with the ``image_id`` of the prediction."""
         number = self.image_id if image_id is None else image_id
@@ -293,8 +289,11 @@ class Prediction(PredictedImage, Detections):
 
     def rows(self) -> list[tuple[Any, ...]]:
         """Return the table of the objects, with the columns :data:`COLUMNS`."""
-        places = zip(self.category_ids, self.names, self.scores.tolist(), self._coco_boxes(), strict=True)
-        return [(self.source, number, name, score, *box) for number, name, score, box in places]
+        places = zip(self.category_ids, self.names, self.scores.tolist(), self.boxes.tolist(), strict=True)
+        return [
+            (self.source, number, name, score, x0, y0, x1 - x0, y1 - y0)
+            for number, name, score, (x0, y0, x1, y1) in places
+        ]
 
     def to_csv(self, header: bool = True) -> str:
         """Return the table of the objects as CSV (RFC 4180, lines end in a line feed)."""
@@ -306,11 +305,7 @@ class Prediction(PredictedImage, Detections):
         return text.getvalue()
 
     def to_pandas(self) -> pd.DataFrame:
-        """Return the table of the objects as a data frame.
-
-        Raises:
-            InputError: pandas is not installed.
-        """
+        """Return the table of the objects as a data frame (InputError: pandas is not installed)."""
         try:
             import pandas as pd
         except ImportError as error:
@@ -334,9 +329,6 @@ class Prediction(PredictedImage, Detections):
             mask=self.bitmaps(),
             data={"class_name": np.array(self.names, dtype=str)},
         )
-
-    def _coco_boxes(self) -> list[list[float]]:
-        return [[x0, y0, x1 - x0, y1 - y0] for x0, y0, x1, y1 in self.boxes.tolist()]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,16 +32,11 @@ from detr_bf.data.transforms import SampleTransform, eval_sample
 from detr_bf.data.video import VideoFrame, read_frames
 from detr_bf.detectors import Detector
 from detr_bf.evaluation import DEFAULT_THRESHOLD, CocoEvaluator, Result, ScoreThresholds
-from detr_bf.export import (
-    EXPORT_PRECISIONS,
-    Comparison,
-    Exported,
-    Form,
-    calibration_files,
-    export_detector,
-    synthetic_images,
-)
-from detr_bf.export.sharing import Origin, save_shared
+from detr_bf.export import export_detector, synthetic_images
+from detr_bf.export.graph import Exported, ExportSignature
+from detr_bf.export.parity import Comparison
+from detr_bf.export.precision import EXPORT_PRECISIONS, calibration_files
+from detr_bf.export.sharing import SourceCheckpoint, save_shared
 from detr_bf.inference.backends import Backend
 from detr_bf.inference.prediction import FramePrediction, PanopticPrediction, PictureList, Prediction, summary
 from detr_bf.inference.tiling import check_tile, join_tiles, tiles_of
@@ -114,7 +109,7 @@ class Predictor:
     max_pixels: int = MAX_PIXELS  # of an image
     grey_bits: int | None = None  # of 16-bit grey images, see read_image; None: each image has its own
     thresholds: ScoreThresholds | None = None  # of the checkpoint
-    origin: Origin | None = None  # the checkpoint; None: no weights that could be saved, or exported
+    origin: SourceCheckpoint | None = None  # the checkpoint; None: no weights that could be saved, or exported
     __repr__ = summary
 
     @classmethod
@@ -437,7 +432,7 @@ class Predictor:
         return export_detector(
             Path(path),
             exported,
-            Form(batch, size, postprocess),
+            ExportSignature(batch, size, postprocess),
             given or synthetic_images(),
             source="given" if given else "synthetic",
             license=license,
@@ -447,7 +442,7 @@ class Predictor:
             device=device,
         )
 
-    def _checkpoint(self, purpose: str) -> Origin:
+    def _checkpoint(self, purpose: str) -> SourceCheckpoint:
         """Return the checkpoint, or raise an InputError that names the purpose for which it is needed."""
         if self.origin is None:
             raise InputError(f"only a detector that detr_bf.load has read from a checkpoint can be {purpose}")

@@ -37,10 +37,7 @@ _STUFF_NAMES = (  # of COCO's panoptic_coco_categories.json
     *("paper-merged", "food-other-merged", "building-other-merged", "rock-merged", "wall-other-merged"),
     "rug-merged",
 )
-COCO_IDS = (
-    THING_IDS,
-    (*THING_IDS, *STUFF_IDS),
-)  # contiguous classes in order: boxes, panoptic maps
+COCO_IDS = (THING_IDS, (*THING_IDS, *STUFF_IDS))  # contiguous classes in order: boxes, panoptic maps
 NEVER = -100.0  # bias of unused ids
 _HEAD = re.compile(r"decoder\.(?:heads\.classes\.\d+|queries\.class_head)\.(?:weight|bias)")
 _PROPOSALS = "decoder.queries.class_head."
@@ -89,11 +86,7 @@ def coco_classes(*, stuff: bool = False) -> ClassMap:
 
 
 def class_rows(weights: Mapping[str, Tensor]) -> int:
-    """Return the number of rows of the class heads.
-
-    Raises:
-        InputError: no class head, or class heads of different size.
-    """
+    """Return the number of rows of the class heads (InputError: no class head, or class heads of different size)."""
     found = sorted({len(tensor) for name, tensor in weights.items() if _HEAD.fullmatch(name)})
     if len(found) != 1:
         said = f"class heads of {found} rows, expected one size" if found else "no class head, expected a detector"
@@ -156,7 +149,6 @@ def rows_by_name(
 
     Args:
         weights: under our names, of the classes ``before``.
-        own: tensors of the new model.
         tensors: names of those with a row for each class.
     """
     rows = {name: index for index, name in enumerate(before.distinct_names)}

@@ -66,7 +66,6 @@ def download_file(url: str, target: Path, *, sha256: str = "", advice: str = "")
     same file one downloads, and the others wait.
 
     Args:
-        url: http or https.
         target: the file; its folder is made.
         sha256: hexadecimal SHA-256 of the file, or the beginning of it. Without it, that of the header
             ``X-Linked-Etag`` (Hugging Face Hub) is compared if there is one.
@@ -245,11 +244,7 @@ def _record(part: Path) -> Path:
 
 
 def _verify(part: Path, expected: str, url: str) -> None:
-    """Compare the SHA-256 of a complete part; a wrong one is removed.
-
-    Raises:
-        InputError: it is another.
-    """
+    """Compare the SHA-256 of a complete part; a wrong one is removed (InputError: it is another)."""
     found = file_sha256(part)
     if not found.startswith(expected):
         part.unlink(missing_ok=True)

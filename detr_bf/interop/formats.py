@@ -61,11 +61,7 @@ def _rtdetr() -> Iterator[Format]:
     buffers = ("decoder.anchors", "decoder.valid_mask")  # of one image size
     for name, rules, own in (
         ("rtdetr", official.official_rtdetr, ("encoder.input_proj.0.0", "decoder.enc_output.0")),
-        (
-            "rtdetrv2",
-            official.official_rtdetrv2,
-            ("encoder.input_proj.0.conv", _SCALE),
-        ),
+        ("rtdetrv2", official.official_rtdetrv2, ("encoder.input_proj.0.conv", _SCALE)),
     ):
         title = f"official {name.replace('rtdetr', 'RT-DETR')}"
         yield Format(name, rules, (*signs, *own), title, "ema.module", ignored=buffers)
@@ -123,10 +119,7 @@ FORMATS = (
         "official DAB-DETR or DN-DETR",
     ),
     Format(
-        "smca",
-        official.official_smca,
-        (f"{_LAYER}.point1", f"{_LAYER}.point2", "input_proj.weight"),
-        "official SMCA",
+        "smca", official.official_smca, (f"{_LAYER}.point1", f"{_LAYER}.point2", "input_proj.weight"), "official SMCA"
     ),
     Format(
         "smca_multi_scale",
@@ -185,11 +178,7 @@ NAMES = tuple(form.name for form in FORMATS)
 
 
 def format_named(name: str) -> Format:
-    """Return a format by name.
-
-    Raises:
-        InputError: unknown name.
-    """
+    """Return a format by name (InputError: unknown name)."""
     form = next((form for form in FORMATS if form.name == name), None)
     if form is None:
         raise InputError(f"no checkpoint format '{printable(name)}'; there are: {', '.join(NAMES)}")

@@ -39,7 +39,7 @@ def hf_conditional_detr(layout: Layout) -> Iterator[NameRule]:
     """ConditionalDetrForObjectDetection."""
     yield from _around(layout)
     yield rename("model.decoder.ref_point_head", "decoder.queries.reference")
-    yield rename("model.decoder.query_scale", "decoder.look.scale")
+    yield rename("model.decoder.query_scale", "decoder.update_queries.scale")
     for theirs, ours in _layers("decoder", layout.decoder_layers):
         for name, part, old in (("self_attn", "self_attention", "sa"), ("encoder_attn", "cross_attention", "ca")):
             for kind, ours_kind in (("content", "content"), ("pos", "position")):
@@ -65,9 +65,9 @@ def hf_dab_detr(layout: Layout) -> Iterator[NameRule]:
     yield rename("model.query_refpoint_embeddings", "decoder.queries.anchors")
     yield rename("model.patterns", "decoder.queries.patterns")
     yield rename("model.encoder.query_scale", "encoder.position_scale")
-    yield rename("model.decoder.query_scale", "decoder.look.scale")
-    yield rename("model.decoder.ref_point_head", "decoder.look.point")
-    yield rename("model.decoder.ref_anchor_head", "decoder.look.size")
+    yield rename("model.decoder.query_scale", "decoder.update_queries.scale")
+    yield rename("model.decoder.ref_point_head", "decoder.update_queries.point")
+    yield rename("model.decoder.ref_anchor_head", "decoder.update_queries.size")
     yield rename("model.encoder.norm", "encoder.norm")
     yield rename("model.decoder.layernorm", "decoder.norm")
     yield rename("class_embed", "decoder.heads.classes.0")

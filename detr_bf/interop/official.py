@@ -76,7 +76,7 @@ def official_conditional_detr(layout: Layout) -> Iterator[NameRule]:
 def _conditional_layers(layout: Layout) -> Iterator[NameRule]:
     """Yield the rules of Conditional DETR and DAB-DETR without those of the queries and heads."""
     yield from _around(layout)
-    yield rename("transformer.decoder.query_scale", "decoder.look.scale")
+    yield rename("transformer.decoder.query_scale", "decoder.update_queries.scale")
     for theirs, ours in _encoder_layers(layout):
         yield from _packed(f"{theirs}.self_attn", f"{ours}.attention.attention")
     for theirs, ours in _decoder_layers(layout):
@@ -93,8 +93,8 @@ def official_dab_detr(layout: Layout) -> Iterator[NameRule]:
     yield rename("transformer.patterns", "decoder.queries.patterns")
     yield rename("label_enc", "decoder.queries.labels")
     yield rename("transformer.encoder.query_scale", "encoder.position_scale")
-    yield rename("transformer.decoder.ref_point_head", "decoder.look.point")
-    yield rename("transformer.decoder.ref_anchor_head", "decoder.look.size")
+    yield rename("transformer.decoder.ref_point_head", "decoder.update_queries.point")
+    yield rename("transformer.decoder.ref_anchor_head", "decoder.update_queries.size")
     yield rename("class_embed", "decoder.heads.classes.0")
     yield rename(["bbox_embed", "transformer.decoder.bbox_embed"], "decoder.heads.boxes.0")
 
@@ -176,8 +176,8 @@ def official_dab_deformable_detr(layout: Layout) -> Iterator[NameRule]:
     yield rename("refpoint_embed", "decoder.queries.anchors")
     yield rename("tgt_embed", "decoder.queries.content")
     yield rename("patterns_embed", "decoder.queries.patterns")
-    yield rename("transformer.decoder.ref_point_head", "decoder.look.point")
-    yield rename("transformer.decoder.query_scale", "decoder.look.scale")
+    yield rename("transformer.decoder.ref_point_head", "decoder.update_queries.point")
+    yield rename("transformer.decoder.query_scale", "decoder.update_queries.scale")
 
 
 def official_dino(layout: Layout) -> Iterator[NameRule]:
@@ -188,7 +188,7 @@ def official_dino(layout: Layout) -> Iterator[NameRule]:
     yield rename("transformer.enc_out_class_embed", "decoder.queries.class_head")
     yield rename("transformer.enc_out_bbox_embed", "decoder.queries.box_head")
     yield rename("transformer.decoder.norm", "decoder.norm")
-    yield rename("transformer.decoder.ref_point_head", "decoder.look.point")
+    yield rename("transformer.decoder.ref_point_head", "decoder.update_queries.point")
     for name, ours in (("class_embed", "classes"), ("bbox_embed", "boxes")):
         layers = range(layout.decoder_layers)
         for index, same in enumerate([layers] if ours in layout.shared_heads else [[layer] for layer in layers]):
@@ -254,7 +254,7 @@ def rtdetr_queries(model: str, decoder: str, proposal: tuple[str, str]) -> Itera
     yield rename(f"{model}.enc_bbox_head", "decoder.queries.box_head")
     yield rename(f"{model}.denoising_class_embed", "decoder.queries.labels")
     yield rename(f"{model}.tgt_embed", "decoder.queries.content")
-    yield rename(f"{decoder}.query_pos_head", "decoder.look.head")
+    yield rename(f"{decoder}.query_pos_head", "decoder.update_queries.head")
 
 
 def rtdetr_fusion(encoder: str) -> Iterator[NameRule]:

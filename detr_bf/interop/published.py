@@ -255,11 +255,7 @@ def _by_hand() -> Iterator[PublishedWeights]:
     """Yield weights on Google Drive and SharePoint, which a person must get."""
     patterns = ("model.dab.patterns=3",)
     for page, licence, rows in (
-        (
-            "https://github.com/IDEA-Research/DINO",
-            "apache-2.0",
-            (("dino_r50_4scale", ()), ("dino_r50_5scale", ())),
-        ),
+        ("https://github.com/IDEA-Research/DINO", "apache-2.0", (("dino_r50_4scale", ()), ("dino_r50_5scale", ()))),
         ("https://github.com/IDEA-Research/DN-DETR", "apache-2.0", (("dn_detr_r50", ()),)),
         (
             "https://github.com/IDEA-Research/DAB-DETR",

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from detr_bf.backbones.backbone import MEAN, STD
 from detr_bf.common.errors import InputError
-from detr_bf.common.files import UNFINISHED, make_output_folder, read_json
+from detr_bf.common.files import UNFINISHED, make_output_folder, read_json_object
 from detr_bf.common.structures import Batch, ClassMap
 from detr_bf.common.text import listed, printable
 from detr_bf.detectors import Detector
@@ -42,6 +42,19 @@ _NAMES = {  # our detector: their classes, model_type, image processor
     "rtdetr": ("RTDetr", "rt_detr", "RTDetrImageProcessor"),
     "rtdetrv2": ("RTDetrV2", "rt_detr_v2", "RTDetrImageProcessor"),
 }
+_SETTINGS = {  # theirs: ours, of all detectors
+    "num_queries": "num_queries",
+    "decoder_layers": "decoder_layers",
+    "encoder_layers": "encoder_layers",
+    "decoder_ffn_dim": "feedforward_dim",
+    "encoder_attention_heads": "heads",
+}
+_DEFORMABLE = {
+    "encoder_n_points": "encoder_points",
+    "decoder_n_points": "decoder_points",
+    "with_box_refine": "box_refine",
+    "two_stage": "two_stage",
+}
 _RESNETS_VD = {
     "resnet18vd": ("basic", (64, 128, 256, 512), (2, 2, 2, 2)),
     "resnet34vd": ("basic", (64, 128, 256, 512), (3, 4, 6, 3)),
@@ -51,11 +64,7 @@ _RESNETS_VD = {
 
 
 def transformers_library() -> Any:
-    """Import transformers.
-
-    Raises:
-        InputError: it is not installed.
-    """
+    """Import transformers (InputError: it is not installed)."""
     try:
         import transformers
     except ImportError as error:
@@ -71,9 +80,7 @@ def write_transformers_folder(
     It is written beside its place first, read by transformers and compared on a random image.
 
     Args:
-        folder: new folder, or one without these files.
         detector: in evaluation mode.
-        config: settings of the run, as a checkpoint stores them.
 
     Returns:
         The names of the tensors of batch attention that were left out.
@@ -121,27 +128,19 @@ def _their_config(library: Any, config: Mapping[str, Any], classes: ClassMap) ->
         "label2id": {label: number for number, label in labels.items()},
         "num_labels": len(labels),
         _CATEGORY_IDS: list(classes.category_ids),
-        "num_queries": model["num_queries"],
-        "decoder_layers": model["decoder_layers"],
-        "encoder_layers": model["encoder_layers"],
-        "decoder_ffn_dim": model["feedforward_dim"],
+        **{theirs: model[ours] for theirs, ours in _SETTINGS.items()},
         "encoder_ffn_dim": model["feedforward_dim"],
-        "encoder_attention_heads": model["heads"],
         "decoder_attention_heads": model["heads"],
         "backbone_config": _their_backbone(library, model["backbone"]),
         ("hidden_size" if name == "dab_detr" else "d_model"): model["hidden_dim"],
     }
     own: dict[str, Any] = {}
     if name == "deformable_detr":
-        points = model["deformable"]
-        own = {
-            "num_feature_levels": len(model["backbone"]["strides"]) + model["extra_levels"],
-            "encoder_n_points": points["encoder_points"],
-            "decoder_n_points": points["decoder_points"],
-            "with_box_refine": points["box_refine"],
-            "two_stage": points["two_stage"],
-            "two_stage_num_proposals": model["num_queries"],
-        } | ({"tie_word_embeddings": False} if points["box_refine"] else {})
+        own = {theirs: model["deformable"][ours] for theirs, ours in _DEFORMABLE.items()}
+        own["num_feature_levels"] = len(model["backbone"]["strides"]) + model["extra_levels"]
+        own["two_stage_num_proposals"] = model["num_queries"]
+        if own["with_box_refine"]:
+            own["tie_word_embeddings"] = False
     elif name == "dab_detr":
         temperature = int(model["position_temperature"])
         own = {"num_patterns": model["dab"]["patterns"], "activation_function": model["activation"]}
@@ -173,11 +172,7 @@ def _rtdetr_settings(model: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _their_backbone(library: Any, backbone: Mapping[str, Any]) -> Any:
-    """Return the configuration of the backbone: timm's ResNet, or transformers' ResNet-vd.
-
-    Raises:
-        InputError: transformers has no such network.
-    """
+    """Return the configuration of the backbone: timm's ResNet, or transformers' ResNet-vd."""
     name = backbone["name"]
     if name in _RESNETS_VD:
         kind, sizes, depths = _RESNETS_VD[name]
@@ -213,11 +208,7 @@ def _image_processor(library: Any, config: Mapping[str, Any]) -> Any:
 
 
 def _check_shapes(model_class: Any, their_config: Any, state: Mapping[str, Tensor], title: str) -> None:
-    """Compare names and shapes with those of their model.
-
-    Raises:
-        InputError: they differ, as with settings that transformers does not have.
-    """
+    """Compare names and shapes with those of their model."""
     with torch.device("meta"):
         expected = {key: tuple(value.shape) for key, value in model_class(their_config).state_dict().items()}
     found = {key: tuple(value.shape) for key, value in state.items()}
@@ -232,11 +223,7 @@ def _check_shapes(model_class: Any, their_config: Any, state: Mapping[str, Tenso
 
 @torch.no_grad()
 def _compare(detector: Detector, theirs: nn.Module, *, normalised: bool) -> None:
-    """Compare both detectors on a random image.
-
-    Raises:
-        InputError: scores or boxes differ.
-    """
+    """Compare both detectors on a random image (InputError: scores or boxes differ)."""
     device = next(detector.parameters()).device
     generator = torch.Generator().manual_seed(0)
     image = torch.randint(256, (1, 3, _SIDE, _SIDE), generator=generator, dtype=torch.uint8)
@@ -272,7 +259,7 @@ def in_order_of(reference: tuple[Tensor, Tensor], logits: Tensor, boxes: Tensor)
 
 def is_transformers_folder(folder: Path) -> bool:
     """Return True for a folder whose config.json is of transformers."""
-    return isinstance(_json(folder / TRANSFORMERS_FILES[1]).get("model_type"), str)
+    return isinstance(read_json_object(folder / TRANSFORMERS_FILES[1]).get("model_type"), str)
 
 
 def read_transformers_config(folder: Path) -> tuple[str, list[str], ClassMap]:
@@ -285,7 +272,7 @@ def read_transformers_config(folder: Path) -> tuple[str, list[str], ClassMap]:
         InputError: the folder is damaged, or of a model that is not here.
     """
     names = {model_type: name for name, (_, model_type, _) in _NAMES.items()}
-    model_type = _json(folder / TRANSFORMERS_FILES[1]).get("model_type")
+    model_type = read_json_object(folder / TRANSFORMERS_FILES[1]).get("model_type")
     if model_type not in names:
         raise InputError(
             f"{printable(folder)} holds a model '{printable(model_type)}' of transformers; known are {', '.join(names)}"
@@ -308,39 +295,19 @@ def read_transformers_config(folder: Path) -> tuple[str, list[str], ClassMap]:
     elif classes.names == (coco := coco_classes()).names:
         classes = coco
     recipe = "rtdetr_r50" if name == "rtdetr" else "rtdetrv2_r50" if name == "rtdetrv2" else f"{name}_r50"
-    return recipe, _our_settings(name, found, _json(folder / TRANSFORMERS_FILES[2])), classes
-
-
-def _json(path: Path) -> Mapping[str, Any]:
-    """Return the object in a JSON file; empty if there is none."""
-    try:
-        content = read_json(path, limit=2**24)
-    except (FileNotFoundError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
+    return recipe, _our_settings(name, found, read_json_object(folder / TRANSFORMERS_FILES[2])), classes
 
 
 def _our_settings(name: str, found: Any, processing: Mapping[str, Any]) -> list[str]:
     """Return our settings for a configuration of transformers."""
-    values: dict[str, Any] = {
-        "hidden_dim": found.hidden_size if name == "dab_detr" else found.d_model,
-        "heads": found.encoder_attention_heads,
-        "encoder_layers": found.encoder_layers,
-        "decoder_layers": found.decoder_layers,
-        "feedforward_dim": found.decoder_ffn_dim,
-        "num_queries": found.num_queries,
-    }
+    values: dict[str, Any] = {ours: getattr(found, theirs) for theirs, ours in _SETTINGS.items()}
+    values["hidden_dim"] = found.hidden_size if name == "dab_detr" else found.d_model
     if name in ("detr", "conditional_detr", "deformable_detr"):
         values["position_encoding"] = found.position_embedding_type
     if name == "dab_detr":
         values |= {"dab.patterns": found.num_patterns, "position_temperature": found.temperature_height}
     if name == "deformable_detr":
-        values |= {
-            "deformable.encoder_points": found.encoder_n_points,
-            "deformable.decoder_points": found.decoder_n_points,
-            "deformable.box_refine": found.with_box_refine,
-            "deformable.two_stage": found.two_stage,
-        }
+        values |= {f"deformable.{ours}": getattr(found, theirs) for theirs, ours in _DEFORMABLE.items()}
         if found.two_stage:
             values["num_queries"] = found.two_stage_num_proposals
     if name.startswith("rtdetr"):
@@ -358,11 +325,7 @@ def _our_settings(name: str, found: Any, processing: Mapping[str, Any]) -> list[
 
 
 def _our_backbone(name: str, found: Any) -> dict[str, Any]:
-    """Return the settings of the backbone.
-
-    Raises:
-        InputError: it is not a ResNet.
-    """
+    """Return the settings of the backbone (InputError: it is not a ResNet)."""
     body = found.backbone_config or SimpleNamespace(backbone=found.backbone, model_type="timm_backbone")
     if name.startswith("rtdetr"):
         shape = (body.layer_type, tuple(body.hidden_sizes), tuple(body.depths))

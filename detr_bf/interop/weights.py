@@ -30,31 +30,19 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 
 
 def under_our_names(state: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
-    """Return a state dict under our names; ``source`` is named in errors.
-
-    Raises:
-        InputError: unknown format.
-    """
+    """Return a state dict under our names; ``source`` is named in errors (InputError: unknown format)."""
     if format_of(state) is None and is_ours(state):
         return dict(state)
     return with_own_labels(from_foreign(state, source), source)
 
 
 def read_state(path: Path) -> dict[str, Tensor]:
-    """Read weights under the names in the file; averaged weights are preferred.
-
-    Raises:
-        InputError: the file is missing, damaged or holds no weights.
-    """
+    """Read weights under the names in the file; averaged weights are preferred."""
     return state_in(read_content(path), path)
 
 
 def read_content(path: Path) -> Any:
-    """Read the whole content of a file without executing code from it.
-
-    Raises:
-        InputError: the file is missing or damaged.
-    """
+    """Read the whole content of a file without executing code from it (InputError: the file is missing or damaged)."""
     return read_safetensors(path) if path.suffix == ".safetensors" else read_torch(path)
 
 
@@ -63,7 +51,6 @@ def write_weights(path: Path, weights: Mapping[str, Tensor], format_name: str | 
 
     Args:
         path: ``.safetensors`` holds only weights; other suffixes mean torch.save, with the format's wrapper.
-        weights: state dict under our names.
         format_name: None keeps our names.
 
     Raises:
@@ -86,15 +73,7 @@ def write_weights(path: Path, weights: Mapping[str, Tensor], format_name: str | 
 
 
 def state_in(content: Any, path: Path) -> dict[str, Tensor]:
-    """Return the state dict in a checkpoint, or the content itself; averaged weights are preferred.
-
-    Args:
-        content: content of a file.
-        path: the file, named in errors.
-
-    Raises:
-        InputError: no state dict, or values that cannot be weights.
-    """
+    """Return the state dict in a checkpoint, or the content itself; averaged weights are preferred."""
     for state in (*(_entry(content, name) for name in WRAPPERS), content):
         if isinstance(state, Mapping) and state and all(isinstance(tensor, Tensor) for tensor in state.values()):
             break

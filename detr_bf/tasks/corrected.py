@@ -35,11 +35,7 @@ _PLURALS = {"annotation": "annotations", "category": "categories", "image": "ima
 
 
 def check_new_folder(output: Path, config: DetectionConfig) -> None:
-    """Check that ``output`` is missing or empty, and outside of the folders of the data.
-
-    Raises:
-        InputError: it is not.
-    """
+    """Check that ``output`` is missing or empty, and outside of the folders of the data (InputError: it is not)."""
     place = output_path(output, _OPTION)
     if os.path.lexists(output) and not (output.is_dir() and not any(output.iterdir())):
         raise InputError(f"{_OPTION} {printable(output)} exists: give a new or an empty folder; nothing is replaced")
@@ -55,7 +51,6 @@ def write_corrected(config: DetectionConfig, output: Path) -> str:
     """Write corrected annotations, the list of changes and a config with the paths; return the text about them.
 
     Args:
-        config: of the data.
         output: a folder for which :func:`check_new_folder` has passed.
 
     Raises:

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torchvision.ops import box_convert
 
 from detr_bf.assembly.data import (
     augmented_epochs,
@@ -33,6 +32,7 @@ from detr_bf.assembly.model import (
     build_model,
     build_panoptic_postprocess,
     build_postprocess,
+    num_detections,
 )
 from detr_bf.assembly.training import (
     build_groups,
@@ -45,10 +45,9 @@ from detr_bf.assembly.training import (
 from detr_bf.common import distributed
 from detr_bf.common.devices import device_of
 from detr_bf.common.errors import InputError
-from detr_bf.common.files import SUSPECTS_FILE, WORST_FILE, WORST_MAPS_FILE, write_json
-from detr_bf.common.structures import Batch, ClassMap, Target
+from detr_bf.common.structures import Batch, ClassMap
 from detr_bf.config import DetectionConfig, config_from_dict, config_to_dict
-from detr_bf.data.batches import SameSizeBatches, SampleKey, aspect_buckets, derive_seed, object_features
+from detr_bf.data.batches import SameSizeBatches, aspect_buckets, derive_seed, object_features
 from detr_bf.data.checks.annotations import Report, examine
 from detr_bf.data.checks.report import Split
 from detr_bf.data.checks.statistics import describe_splits
@@ -71,26 +70,10 @@ from detr_bf.engine import (
     load_strict,
 )
 from detr_bf.engine.step import Criterion
-from detr_bf.evaluation import (
-    DEFAULT_THRESHOLD,
-    CocoEvaluator,
-    PanopticEvaluator,
-    PanopticFile,
-    encode,
-    write_encoded,
-    write_results,
-)
-from detr_bf.report import (
-    DETECTION_PAGE,
-    PanopticSheetRow,
-    SheetRow,
-    class_labels,
-    comparison_sheet,
-    panoptic_sheet,
-    save_picture,
-    tolerating,
-)
-from detr_bf.tasks.task import MOST_ERROR_PICTURES, Evaluate, MakeBatches, Task
+from detr_bf.evaluation import CocoEvaluator, PanopticEvaluator, encode, write_encoded, write_results
+from detr_bf.report import DETECTION_PAGE
+from detr_bf.tasks.outputs import write_pictures
+from detr_bf.tasks.task import Evaluate, MakeBatches, Task
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +100,7 @@ class DetectionTask(Task[DetectionConfig]):
         report = examine(
             given["train"],
             given.get("val"),
-            num_queries=self.config.model.detections,
+            num_queries=num_detections(self.config.model),
             masks=self.config.model.masks,
             train_masks=self.config.data.augment.copy_paste > 0,
             joined=(4 if self.config.data.augment.mosaic else 1) * (2 if self.config.data.mixup.prob else 1),
@@ -150,7 +133,7 @@ class DetectionTask(Task[DetectionConfig]):
             except InputError as error:
                 logger.warning("no statistics of data.%s: %s", name, error)
             else:
-                found.append(Split(name, source.images, content, {}, self.config.model.detections))
+                found.append(Split(name, source.images, content, {}, num_detections(self.config.model)))
         return describe_splits(found) if found else None
 
     def load_data(self) -> CocoDetection:
@@ -243,22 +226,7 @@ class DetectionTask(Task[DetectionConfig]):
         found = evaluate.evaluator
         assert found is not None, "rank 0 has evaluated"
         write_results(folder.results, found.detections, found.class_map)
-        best = found.result and found.result.thresholds
-        best_threshold = best.overall if best else DEFAULT_THRESHOLD
-        _write_errors(folder, self.config, best_threshold, found)
-        if not self.config.eval.pictures:
-            return
-        names = class_labels(found.class_map)
-        with tolerating(str(folder.sheet)):
-            folder.sheet.unlink(missing_ok=True)
-            rows = list(_sheet_rows(self.config, found))
-            chosen = self.config.eval.picture_threshold
-            save_picture(folder.sheet, comparison_sheet(rows, names, best_threshold if chosen is None else chosen))
-        if found.panoptic:
-            with tolerating(str(folder.panoptic_sheet)):
-                folder.panoptic_sheet.unlink(missing_ok=True)
-                panoptic_rows = list(_panoptic_rows(folder, self.config, found))
-                save_picture(folder.panoptic_sheet, panoptic_sheet(panoptic_rows, names))
+        write_pictures(folder, self.config, found)
 
     def deploy(self, checkpoint: Checkpoint, source: Path, target: Path) -> str:
         """Write the checkpoint without batch attention, averaged weights if there are any, and nothing to resume from.
@@ -341,9 +309,6 @@ def _weights_and_classes(config: DetectionConfig, source: Path) -> tuple[dict[st
 
     Weights with as many classes as the annotations are taken to have those, in the order of the ids; weights with more
     are taken to be numbered by category id, as in the authors' files.
-
-    Raises:
-        InputError: the classes cannot be found out.
     """
     if is_checkpoint(source):
         checkpoint = load_checkpoint(source)
@@ -432,91 +397,3 @@ def _panoptic_evaluation(config: DetectionConfig, data: CocoDetection, folder: R
         ),
         write=partial(write_encoded, folder.panoptic_results, folder.panoptic, class_map=data.class_map),
     )
-
-
-def _write_errors(folder: RunFolder, config: DetectionConfig, threshold: float, evaluation: DetectionEvaluator) -> None:
-    """Write ``errors.json`` and the pictures of the worst images and of annotations to check."""
-    from detr_bf.evaluation.error_types import error_document, label_suspects, worst_images
-    from detr_bf.evaluation.panoptic_errors import panoptic_document, worst_maps
-    from detr_bf.report import error_sections as pictures
-
-    files = [folder.path / name for name in (WORST_FILE, SUSPECTS_FILE, WORST_MAPS_FILE)]
-    for path in (folder.errors, *files):
-        path.unlink(missing_ok=True)
-    boxes, classes, names = evaluation.boxes, evaluation.class_map, class_labels(evaluation.class_map)
-    result, quality = evaluation.result, evaluation.quality
-    assert boxes.precision is not None, "the boxes are summarized"
-    assert result is not None, "and everything else"
-    images, missing = boxes.errors, evaluation.missing
-    data = build_val_data(config, classes, transform=lambda sample: sample)
-    index = {image_id: number for number, image_id in enumerate(data.image_ids)}
-    most = min(config.eval.pictures, MOST_ERROR_PICTURES)
-    with tolerating(str(folder.errors)):
-        sizes = dict(zip(data.image_ids, data.sizes, strict=True))
-        masks = boxes.mask_errors if result.masks else None
-        maps = panoptic_document(quality.counts, result.panoptic, most) if quality and result.panoptic else None
-        parts = images, sizes, boxes.precision, classes.distinct_names, threshold, most, missing
-        document = error_document(*parts, masks=masks, panoptic=maps)
-        for entry in (*document["worst"], *document["suspects"], *(maps["worst"] if maps else ())):
-            entry["file"] = data.file_names[index[entry["image_id"]]]
-        write_json(folder.errors, document)
-
-    def read(image_id: int) -> tuple[Tensor, str]:
-        image, target = data[SampleKey(0, index[image_id])]
-        return image, target.file_name
-
-    if worst := worst_images(images, threshold, most):
-        with tolerating(str(files[0])):
-            rows = ((each, *read(each.image_id)) for each in worst)  # one image in memory at a time
-            shown = (pictures.ErrorSheetRow(image, each, name) for each, image, name in rows)
-            save_picture(files[0], pictures.error_sheet(shown, names, threshold))
-    if suspects := label_suspects(images, most, missing):
-        with tolerating(str(files[1])):
-            places = ((each, *read(each.image_id)) for each in suspects)
-            cells = (pictures.SuspectCell(image, each, name) for each, image, name in places)
-            save_picture(files[1], pictures.suspect_sheet(cells, names))
-    if quality and (worst_ids := worst_maps(quality.counts, most)):
-        with tolerating(str(files[2])):
-            truth, found = _panoptic_files(folder, config, classes)
-            pairs = ((image_id, *read(image_id)) for image_id in worst_ids)
-            maps_shown = (
-                pictures.PanopticErrorRow(image, truth[image_id], found[image_id], quality.counts[image_id], name)
-                for image_id, image, name in pairs
-            )
-            save_picture(files[2], pictures.panoptic_error_sheet(maps_shown, names))
-
-
-def _sheet_rows(config: DetectionConfig, evaluation: DetectionEvaluator) -> Iterator[SheetRow]:
-    """Yield images spread evenly over the validation split, with ground truth and detections."""
-    found = {detections.image_id: detections for detections in evaluation.detections}
-    for image, target in _shown_images(config, evaluation.class_map):
-        height, width = target.size
-        boxes = box_convert(target.boxes, "cxcywh", "xyxy") * torch.tensor([width, height, width, height])
-        yield SheetRow(image, boxes, target.labels, found[target.image_id], target.file_name)
-
-
-def _panoptic_files(
-    folder: RunFolder, config: DetectionConfig, class_map: ClassMap
-) -> tuple[PanopticFile, PanopticFile]:
-    """Return the true and the predicted panoptic maps."""
-    val = data_source(config, "val")
-    assert isinstance(val.annotations, Path), "panoptic data are files"
-    assert val.panoptic is not None, "there are maps to compare with"
-    truth = PanopticFile(val.annotations, val.panoptic, class_map, config.data.max_pixels)
-    return truth, PanopticFile(folder.panoptic_results, folder.panoptic, class_map, config.data.max_pixels)
-
-
-def _panoptic_rows(
-    folder: RunFolder, config: DetectionConfig, evaluation: DetectionEvaluator
-) -> Iterator[PanopticSheetRow]:
-    """Yield the same images with both panoptic maps."""
-    truth, found = _panoptic_files(folder, config, evaluation.class_map)
-    for image, target in _shown_images(config, evaluation.class_map):
-        yield PanopticSheetRow(image, truth[target.image_id], found[target.image_id], target.file_name)
-
-
-def _shown_images(config: DetectionConfig, class_map: ClassMap) -> Iterator[tuple[Tensor, Target]]:
-    """Yield images spread evenly over the validation split, not resized."""
-    data = build_val_data(config, class_map, transform=lambda sample: sample)
-    for index in torch.linspace(0, len(data) - 1, min(config.eval.pictures, len(data))).tolist():
-        yield data[SampleKey(0, round(index))]

@@ -59,7 +59,6 @@ def train(task: Task[Any], *, resume: bool = False, resume_if_possible: bool = F
     """Check the data, train, evaluate and write the report. Every rank calls this; ranks other than 0 get None.
 
     Args:
-        resume: resume from the checkpoint in the folder.
         resume_if_possible: resume if there is a checkpoint. A rank that torchrun restarts always resumes a run that the
             same launch started.
 
@@ -104,9 +103,6 @@ def dry_run_training(task: Task[Any]) -> str | None:
 
     Data and folder are checked, model, optimizer and evaluation are built, weights are loaded, and the first batch is
     read. Loggers are not started. Every rank calls this; ranks other than 0 get None.
-
-    Raises:
-        InputError: as :func:`train` does before the first step.
     """
     config, folder = task.config, RunFolder(Path(task.config.output_dir))
     with ExitStack() as stack:
@@ -149,8 +145,6 @@ def evaluate_only(task: Task[Any], source: Path, checkpoint: Checkpoint | None =
     evaluation of other weights or settings. Every rank calls this; ranks other than 0 get None.
 
     Args:
-        task: with the config of the evaluation.
-        source: file of the weights.
         checkpoint: content of ``source`` if it is a file of another form.
 
     Raises:
@@ -207,30 +201,27 @@ def _locked(folder: RunFolder) -> Iterator[CreatedFiles]:
 
 
 def _check_folder(folder: RunFolder, resume: bool, resume_if_possible: bool) -> None:
-    """Check that a run may start or resume in the folder.
-
-    Raises:
-        InputError: the folder holds another run, an evaluation, or files of the user.
-    """
+    """Check that a run may start or resume in the folder."""
     marker = folder.read_marker()
     restarted = distributed.restart_count() > 0 and marker is not None and marker.launch == distributed.launch_id()
-    folder.check_no_evaluation()
-    if resume:
-        folder.check_resumable()
-    elif not (resume_if_possible or restarted):
-        folder.check_unused()
-    if marker is None and folder.holds_a_run() and (resume or resume_if_possible):
+    holds_a_run = folder.holds_a_run()
+    if marker is not None and marker.kind != "training":
+        raise InputError(f"output_dir {folder.path} holds an evaluation: choose another folder with output_dir=DIR")
+    if resume and not holds_a_run:
+        raise InputError(f"nothing to resume: {folder.last} does not exist. Start the run without --resume")
+    if not (resume or resume_if_possible or restarted) and holds_a_run and marker is not None:
+        raise InputError(
+            f"output_dir {folder.path} already holds a run: continue it with --resume, or choose another with "
+            "output_dir=DIR"
+        )
+    if marker is None and holds_a_run and (resume or resume_if_possible):
         _newest_checkpoint(folder)  # a copied run has no marker: its checkpoint must be ours
     else:
         folder.check_no_foreign_files()
 
 
 def _begin(folder: RunFolder, created: CreatedFiles, marker: RunMarker) -> None:
-    """Mark the folder and start its log file.
-
-    Raises:
-        InputError: the folder cannot be written.
-    """
+    """Mark the folder and start its log file (InputError: the folder cannot be written)."""
     try:
         folder.mark(marker)
         created.add(folder.marker)
@@ -321,11 +312,7 @@ def _evaluation_folder(output: Path, source: Path, evaluated: str) -> Path:
 def _describe(
     folder: RunFolder, created: CreatedFiles, config: RunConfig, statistics: Mapping[str, Any] | None
 ) -> None:
-    """Write the settings, the description of the machine, and the statistics of the data if there are any.
-
-    Raises:
-        InputError: the files cannot be written.
-    """
+    """Write the settings, the description of the machine, and the statistics of the data if there are any."""
     created.check_not_overwriting(folder.config, folder.machine, folder.data)
     try:
         write_text(folder.config, config_to_yaml(config))

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from detr_bf.acceleration.allocator import keep_freed_memory
+from detr_bf.assembly.compilation import compile_model
 from detr_bf.assembly.data import build_train_transforms
-from detr_bf.assembly.model import compile_model
 from detr_bf.assembly.training import (
     changed_splits,
     check_same_classes,
@@ -48,11 +48,7 @@ MakeBatches = Callable[[int, int], Iterator[Any]]  # (epoch, first batch) -> the
 
 
 class Task(ABC, Generic[C]):
-    """Data checks, model, trainer, evaluation and outputs of one kind of run.
-
-    Args:
-        config: all settings.
-    """
+    """Data checks, model, trainer, evaluation and outputs of one kind of run."""
 
     kind: ClassVar[str]  # in messages: "a detector"
     batch_type: ClassVar[type[TrainingBatch]]  # of a captured step
@@ -71,9 +67,6 @@ class Task(ABC, Generic[C]):
 
         Settings that contradict each other are told in this way before any image is read. Warnings of the parts come
         when they are built for training.
-
-        Raises:
-            InputError: there is no such model, loss, optimizer or transform.
         """
         before = logging.root.manager.disable
         logging.disable(logging.WARNING)
@@ -90,11 +83,7 @@ class Task(ABC, Generic[C]):
             logging.disable(before)
 
     def check(self) -> Mapping[str, Any] | None:
-        """Validate the data before anything is built (rank 0 only), and return their statistics.
-
-        Raises:
-            InputError: the data have errors.
-        """
+        """Validate the data before anything is built (rank 0 only), and return their statistics."""
         if not self.config.data.check:
             return self.describe_data()
         report = self.examine()
@@ -130,11 +119,7 @@ class Task(ABC, Generic[C]):
         """Return the model on the CPU; without ``pretrained`` its weights are to come from a checkpoint."""
 
     def check_start(self) -> None:
-        """Check that the settings give a new run the weights that it needs.
-
-        Raises:
-            InputError: they do not.
-        """
+        """Check that the settings give a new run the weights that it needs (InputError: they do not)."""
 
     @abstractmethod
     def initialize(self, model: nn.Module, classes: ClassMap) -> None:
@@ -177,11 +162,7 @@ class Task(ABC, Generic[C]):
         return weights
 
     def check_model(self, model: nn.Module, data: Any) -> None:
-        """Check that the model can be trained on the data.
-
-        Raises:
-            InputError: it cannot.
-        """
+        """Check that the model can be trained on the data (InputError: it cannot)."""
 
     def adopt_settings(self, checkpoint: Checkpoint) -> None:
         """Take over the settings that the run chose by itself when it started (in-place)."""

@@ -18,8 +18,8 @@ from detr_bf.acceleration import model as tricks
 from detr_bf.acceleration import onednn
 from detr_bf.acceleration.model import REPLACED, accelerate, restore
 from detr_bf.assembly import build_model
-from detr_bf.assembly import model as assembly
-from detr_bf.assembly.model import compile_model
+from detr_bf.assembly import compilation as assembly
+from detr_bf.assembly.compilation import compile_model
 from detr_bf.common.errors import InputError
 from detr_bf.common.structures import Batch, Outputs
 from detr_bf.config import load_config

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from detr_bf.assembly import build_criterion, build_groups, build_model, read_initial_weights
+from detr_bf.assembly.model import num_detections
 from detr_bf.common.devices import device_of
 from detr_bf.common.errors import InputError
 from detr_bf.common.settings import setting
@@ -65,8 +66,8 @@ def test_an_unknown_detector_is_told_before_weights_are_fetched(monkeypatch: pyt
 
 def test_every_pattern_of_an_anchor_can_find_an_object() -> None:
     settings = ["model.num_queries=10", "model.dab.patterns=3"]
-    detections = [load_config(None, [f"model.name={name}", *settings]).model.detections for name in ("dn_detr", "detr")]
-    assert detections == [30, 10]
+    models = [load_config(None, [f"model.name={name}", *settings]).model for name in ("dn_detr", "detr")]
+    assert list(map(num_detections, models)) == [30, 10]
 
 
 def test_focal_has_no_background_logit_and_starts_low() -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from detr_bf.assembly import build_criterion, build_detector_criterion, build_groups, build_model
-from detr_bf.assembly.model import compile_model
+from detr_bf.assembly.compilation import compile_model
 from detr_bf.assembly.plugins import add_encoder_plugins, encoder_of
 from detr_bf.classification.assembly import add_diverse, add_v1, add_v2
 from detr_bf.classification.config import PluginsConfig

@@ -213,7 +213,7 @@ def test_conditional_detr_compares_places_in_one_encoding() -> None:
     cells = module.tokens.position(mask)[0].view(4, 6, -1)
     point = torch.tensor([[[3 / 6, 2 / 4]]])  # x and y of the cell in the second row and third column
     queries = Queries(torch.zeros(1, 1, DIM), torch.zeros(1, 1, DIM), point)
-    modulation = module.decoder.look(0, queries, TokenBatch(cells)).modulation
+    modulation = module.decoder.update_queries(0, queries, TokenBatch(cells)).modulation
     torch.testing.assert_close(modulation[0, 0], cells[1, 2], atol=1e-4, rtol=0)
 
 

@@ -37,7 +37,7 @@ from detr_bf.evaluation import ScoreThresholds
 from detr_bf.export import GivenSelections, ParityError, parity, parity_table, synthetic_images
 from detr_bf.export.precision import calibration_files, exact_nodes, half_precision
 from detr_bf.export.runtime import OnnxDetector
-from detr_bf.export.sharing import Origin
+from detr_bf.export.sharing import SourceCheckpoint
 from detr_bf.inference.backends import TorchBackend
 from detr_bf.inference.predictor import Predictor
 from tests.detectors.tiny import CHANNELS, DETECTORS, DIM, FOCAL, QUERIES, batch_former, model, shaken
@@ -75,7 +75,7 @@ def predictor(name: str = "detr", *settings: str, max_pixels: int = MAX_PIXELS, 
     by_class = (*THRESHOLDS.by_class, 0.5)[: classes.num_classes]
     backend = TorchBackend(shaken(model(name, encoder_layers=1, **changes)).eval(), torch.device("cpu"))
     thresholds = ScoreThresholds(THRESHOLDS.overall, by_class)
-    origin = Origin(config_to_dict(config), Path("run"), None)
+    origin = SourceCheckpoint(config_to_dict(config), Path("run"), None)
     built = Predictor.from_config(backend, config, classes, thresholds=thresholds, origin=origin)
     return replace(built, max_pixels=max_pixels)
 
@@ -476,7 +476,7 @@ def test_scores_that_are_not_compared(measured: tuple[Predictor, Path, Path], pa
     maps = panoptic_folder()
     settings = (f"data.val.images={maps.images}", f"data.val.annotations={maps.annotations}")
     masked = load_config(None, [*SMALL, "model.masks=true", *settings, f"data.val.panoptic={maps.panoptic}"])
-    origin = Origin(config_to_dict(masked), Path("run"), None)
+    origin = SourceCheckpoint(config_to_dict(masked), Path("run"), None)
     assert "PQ" in command.compared_ap(replace(original, origin=origin), path, 0)["not_compared"]
     assert "validation" in command.compared_ap(replace(original, origin=None), path, 0)["not_compared"]
 

@@ -43,7 +43,7 @@ NAMES = {
     "conditional_detr": {
         f"{DECODER}.ca_kcontent_proj.weight": "decoder.layers.1.cross_attention.content_key.weight",
         f"{DECODER}.sa_qpos_proj.weight": "decoder.layers.1.self_attention.position_query.weight",
-        "transformer.decoder.query_scale.layers.1.bias": "decoder.look.scale.layers.1.bias",
+        "transformer.decoder.query_scale.layers.1.bias": "decoder.update_queries.scale.layers.1.bias",
     },
     "smca": {f"{DECODER}.point2.weight": "decoder.layers.1.cross_attention.gaussian.offset.weight"},
     "deformable_detr": {

@@ -41,7 +41,7 @@ def test_a_detector(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert "\x1b" not in (run / "log.txt").read_text(encoding="utf-8")
     no_font = fonts._entry_with(frozenset("猫")) is None  # on this machine
     assert ("pictures show their ids: #90 (猫" in (run / "log.txt").read_text(encoding="utf-8")) == no_font
-    monkeypatch.setattr("detr_bf.tasks.detection.comparison_sheet", failing)
+    monkeypatch.setattr("detr_bf.tasks.outputs.comparison_sheet", failing)
     assert train_net(["--config", str(tiny), "train.max_steps=2", "--resume"]) == 0
     assert json.loads((run / "results.json").read_text())
     assert not (run / "pictures" / "validation.png").exists(), "not the picture of the previous evaluation"
