@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import unicodedata
 from collections.abc import Iterable
+from itertools import islice
 
 _LONGEST = 200  # characters
 _JOINERS = "\u200c\u200d\u00ad"  # zero-width non-joiner and joiner, soft hyphen
@@ -27,11 +28,17 @@ def printable(text: object, limit: int = _LONGEST) -> str:
     return f"{shown[: limit - half - 1]}…{shown[len(shown) - half :]}"
 
 
-def listed(items: Iterable[object], limit: int = 8, *, separator: str = ", ") -> str:
-    """Return the first ``limit`` items as printable text, followed by the number of the others."""
-    items = list(items)
-    more = f" and {len(items) - limit} more" if len(items) > limit else ""
-    return separator.join(map(printable, items[:limit])) + more
+def listed(items: Iterable[object], limit: int = 8, *, total: int | None = None, separator: str = ", ") -> str:
+    """Return the first ``limit`` items as printable text, followed by the number of the others.
+
+    ``total`` is the number of items; if given, only the first ones are taken from ``items``.
+    """
+    if total is None:
+        items = list(items)
+        total = len(items)
+    few = [printable(item) for item in islice(items, limit)]
+    more = f" and {total - len(few)} more" if total > len(few) else ""
+    return separator.join(few) + more
 
 
 def counted(number: int, noun: str, plural: str = "") -> str:

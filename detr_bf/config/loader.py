@@ -71,8 +71,8 @@ def load_config(
     files = [Path(path)] if isinstance(path, (str, Path)) else [Path(each) for each in path or ()]
     sources = [source for file in files for source in _inherited(file, ())]
     sources += [(f"override '{printable(override)}'", parse_override(override)) for override in overrides]
-    schema = schema_of(_task_of(sources, task))
-    merged = deepcopy(_defaults(schema))
+    task = _task_of(sources, task)
+    schema, merged = schema_of(task), deepcopy(_defaults(task))
     if files:
         sources.insert(0, ("the default of output_dir", _escaped({"output_dir": f"runs/{files[-1].stem}"}, "")))
     from_files = len(sources) - len(overrides)
@@ -125,8 +125,8 @@ def config_from_dict(tree: dict[str, Any], overrides: Sequence[str] = (), *, sou
     """
     if not isinstance(tree, dict):
         raise InputError(f"{source}: expected a dictionary of settings, got {printable(repr(tree))}")
-    schema = schema_of(_task_of([(source, tree)], None))
-    merged = deepcopy(_defaults(schema))
+    task = _task_of([(source, tree)], None)
+    schema, merged = schema_of(task), deepcopy(_defaults(task))
     if schema is DetectionConfig:  # settings saved before there was a divisor: those images were not rounded
         merged.data.transforms.size_divisor = 1
     _merge(merged, _escaped(tree, source), source, schema)
@@ -350,9 +350,9 @@ def _first_line(error: Exception) -> str:
 
 
 @cache
-def _defaults(schema: type[Any]) -> DictConfig:
+def _defaults(task: str) -> DictConfig:
     """Return the default settings; a caller that changes them copies them first."""
-    return typing.cast(DictConfig, OmegaConf.structured(schema))
+    return typing.cast(DictConfig, OmegaConf.structured(schema_of(task)))
 
 
 def _merge(merged: DictConfig, plain: dict[str, Any], source: str, schema: type[Any]) -> None:

@@ -51,6 +51,7 @@ def test_listed_names_the_first_and_counts_the_others() -> None:
     assert listed(["a", "b\n"]) == "a, b\\n"
     assert listed(range(10), 3) == "0, 1, 2 and 7 more"
     assert listed(["a", "b", "c"], 2, separator="; ") == "a; b and 1 more"
+    assert listed(iter(lambda: "a", None), 2, total=10**17) == f"a, a and {10**17 - 2} more", "one by one"
 
 
 @pytest.mark.parametrize(("number", "text"), [(0, "0 boxes"), (1, "1 box"), (2, "2 boxes"), (1000, "1,000 boxes")])
