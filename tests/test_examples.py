@@ -15,6 +15,7 @@ from tests.docs.test_pages import ROOT
 NOTEBOOK = ROOT / "examples" / "quickstart.ipynb"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("images", [pytest.param(600, marks=pytest.mark.slow), 64])
 def test_the_notebook_runs(images: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")

@@ -66,6 +66,7 @@ def table(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+@pytest.mark.default_tier("deformable_detr")
 @pytest.mark.parametrize(
     ("name", "strides", "levels"),
     [

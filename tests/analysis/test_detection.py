@@ -89,6 +89,7 @@ DETECTORS = {
 }
 
 
+@pytest.mark.default_tier("smca_multi_scale")
 @pytest.mark.parametrize("name", DETECTORS)
 def test_every_detector(config: Path, tmp_path: Path, name: str) -> None:
     strides, has_reference, has_heat = DETECTORS[name]

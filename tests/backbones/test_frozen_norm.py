@@ -97,6 +97,7 @@ def same(found: list[Tensor], expected: list[Tensor]) -> bool:
     )
 
 
+@pytest.mark.default_tier("resnet50", "timm:tf_efficientnet_lite0", "timm:vgg11_bn")
 @pytest.mark.parametrize("name", NAMES)
 def test_outputs_gradients_and_names_are_those_of_the_library(name: str) -> None:
     network = reference(name)

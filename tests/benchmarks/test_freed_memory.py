@@ -24,6 +24,7 @@ freed_memory.measure("small", sys.argv[1])
 """
 
 
+@pytest.mark.full
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc's malloc is set")
 @pytest.mark.skipif(LARGE_PAGES.is_file() and "[always]" in LARGE_PAGES.read_text(), reason="new memory in large pages")
 @pytest.mark.parametrize("way", freed_memory.WAYS)

@@ -64,6 +64,7 @@ def run_phases(folder: Path, *phases: str, **environment: str) -> subprocess.Com
     return subprocess.run(command, env=os.environ | given | environment, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.full
 def test_a_failed_phase_does_not_stop_the_others_and_an_unknown_one_is_named(tmp_path: Path) -> None:
     done = run_phases(tmp_path, "sanitize", "nonsense", "build", PATH="/usr/bin:/bin")  # no compute-sanitizer
     assert done.returncode == 1
@@ -74,6 +75,7 @@ def test_a_failed_phase_does_not_stop_the_others_and_an_unknown_one_is_named(tmp
     assert (tmp_path / "log.txt").read_text() == done.stdout
 
 
+@pytest.mark.full
 def test_operators_that_do_not_compile_are_a_failure(tmp_path: Path) -> None:
     """The self-check alone would pass, with the reference."""
     checkout = tmp_path / "checkout"

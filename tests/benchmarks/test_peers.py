@@ -28,6 +28,7 @@ def rows_of(output: Path, *arguments: str) -> list[dict[str, Any]]:
     return rows
 
 
+@pytest.mark.full
 def test_every_measurement_is_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     what = ("--what", "inference", "training", "streams", "--detectors", "detr_r50")
     rows = rows_of(tmp_path / "rows.json", *SMALL, *what)

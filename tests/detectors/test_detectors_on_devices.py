@@ -114,6 +114,7 @@ class Choices:
         monkeypatch.setattr(HungarianMatcher, "match_all", matched)
 
 
+@pytest.mark.default_tier("detr", "rtdetr", "deformable_detr_two_stage")
 @on_devices
 @pytest.mark.parametrize("precision", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", tiny.DETECTORS)

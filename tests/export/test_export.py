@@ -35,7 +35,8 @@ from detr_bf.data.transforms import eval_sample
 from detr_bf.detectors import MaskHead
 from detr_bf.evaluation import ScoreThresholds
 from detr_bf.export import GivenSelections, ParityError, parity, parity_table, synthetic_images
-from detr_bf.export.precision import calibration_files, exact_nodes, half_precision
+from detr_bf.export.graph import ONNX_FORMAT
+from detr_bf.export.precision import MAX_CALIBRATION, calibration_files, exact_nodes, half_precision
 from detr_bf.export.runtime import OnnxDetector
 from detr_bf.export.sharing import SourceCheckpoint
 from detr_bf.inference.backends import TorchBackend
@@ -110,7 +111,7 @@ def reuse(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(export, "onnx_model", lambda *_, **__: onnx.load(str(model)))
 
 
-@pytest.mark.default_tier("conditional_detr", "deformable_detr_two_stage")
+@pytest.mark.default_tier("conditional_detr")
 @pytest.mark.parametrize("name", KINDS)
 def test_every_detector_gives_the_same(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     original = predictor(name)
@@ -177,7 +178,7 @@ def test_a_fixed_form_with_detections(tmp_path: Path) -> None:
 def test_the_metadata_say_what_a_user_needs(detr: tuple[Predictor, Path]) -> None:
     proto = onnx.load(str(detr[1]))
     values = {each.key: each.value for each in proto.metadata_props}
-    assert values.pop("format") == export.ONNX_FORMAT
+    assert values.pop("format") == ONNX_FORMAT
     found = {name: json.loads(value) for name, value in values.items()}
     assert found["classes"] == ["cat", "dog", "猫"]
     assert found["category_ids"] == [7, 3, 9]
@@ -410,6 +411,7 @@ def check_score(
     return printed.splitlines()
 
 
+@pytest.mark.default_tier("float16")
 @pytest.mark.parametrize("precision", ["float32", "float16", "int8"])
 def test_the_score_of_a_file(
     precision: str,
@@ -508,7 +510,7 @@ def test_calibration_files_are_spread_over_the_folder(tmp_path: Path) -> None:
     for number in range(250):
         (tmp_path / f"{number:03d}.png").touch()
     files = calibration_files(tmp_path)
-    assert len(files) == len(set(files)) == export.MAX_CALIBRATION
+    assert len(files) == len(set(files)) == MAX_CALIBRATION
     assert [file.stem for file in files[:3]] == ["000", "002", "005"]
     with pytest.raises(InputError, match="give calibration"):
         predictor().export(tmp_path / "it.onnx", precision="int8")

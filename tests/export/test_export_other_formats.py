@@ -61,6 +61,7 @@ def test_a_package_detects_the_same(package: tuple[Predictor, Path, str]) -> Non
             loaded(images[0], **refused)
 
 
+@pytest.mark.full
 def test_the_metadata_of_a_package_are_a_file_in_it(package: tuple[Predictor, Path, str]) -> None:
     found = package_metadata(package[1])
     assert found["classes"] == ["cat", "dog", "猫"]

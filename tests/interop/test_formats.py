@@ -59,6 +59,16 @@ def test_ours_are_no_foreign_format(name: str) -> None:
     assert is_ours(state)
 
 
+@pytest.mark.default_tier(
+    "detr-rtdetr",
+    "detr-hf_conditional_detr",
+    "dino-detr",
+    "dino-rtdetr",
+    "smca-deformable_detr",
+    "rtdetr-hf_detr",
+    "deformable_detr_two_stage-dab_detr",
+    "conditional_detr-detr",
+)
 @pytest.mark.parametrize(
     ("name", "form"), [(name, form) for name in DETECTORS for form in NAMES if (name, form) not in PAIRS]
 )

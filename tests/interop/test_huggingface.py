@@ -210,6 +210,7 @@ def assert_equal_outputs(actual: Outputs, expected: Outputs) -> None:
         assert_equal_outputs(actual.proposals, expected.proposals)
 
 
+@pytest.mark.default_tier("detr-own_resnet", "dab_detr_patterns-timm", "deformable_detr_refine-own_resnet")
 @torch.no_grad()
 @both_backbones
 @every_case
@@ -221,6 +222,7 @@ def test_their_weights_give_their_outputs_in_all_layers(case: str, timm: bool) -
     assert_equal_outputs(converted(batch()), expected)
 
 
+@pytest.mark.default_tier("detr-timm", "conditional_detr-own_resnet", "deformable_detr_refine-timm")
 @torch.no_grad()
 @both_backbones
 @every_case
@@ -232,6 +234,7 @@ def test_our_weights_give_our_outputs_there(case: str, timm: bool) -> None:
     assert_equal_outputs(original(batch()), their_outputs(model, batch()))
 
 
+@pytest.mark.default_tier("detr-own_resnet", "conditional_detr-timm", "deformable_detr_refine-timm")
 @both_backbones
 @every_case
 def test_round_trip_to_the_bit(case: str, timm: bool) -> None:
@@ -242,6 +245,7 @@ def test_round_trip_to_the_bit(case: str, timm: bool) -> None:
     assert_same(to_foreign(from_foreign(state, case), found.name), state)
 
 
+@pytest.mark.default_tier("detr-tied", "deformable_detr_refine-untied", "dab_detr_patterns-tied")
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @every_case
 def test_what_their_save_pretrained_writes(case: str, tied: bool, tmp_path: Path) -> None:
@@ -253,6 +257,7 @@ def test_what_their_save_pretrained_writes(case: str, tied: bool, tmp_path: Path
     assert_same(read_weights(tmp_path / "model.safetensors"), from_foreign(model.state_dict(), case))
 
 
+@pytest.mark.default_tier("detr", "deformable_detr_refine")
 @torch.no_grad()
 @every_case
 def test_their_from_pretrained_reads_what_we_write(case: str, tmp_path: Path) -> None:

@@ -99,6 +99,9 @@ def assert_close(actual: Tensor, wanted: Tensor, tolerance: float) -> None:
     torch.testing.assert_close(actual.double(), wanted, rtol=0, atol=tolerance * scale)
 
 
+@pytest.mark.default_tier(
+    "float32-B2Q11H2D32L4P4", "float16-B2Q37H2D32L4P4", "float32-B1Q70H9D8L2P5", "float32-B2Q3H2D33L3P3"
+)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_forward(library: ctypes.CDLL, case: Case) -> None:
     tensors = example(case)

@@ -116,6 +116,7 @@ def test_what_is_kept_is_what_a_real_run_keeps(name: str) -> None:
     assert trace(config, CLASSES, SIZE, device="cpu").kept == kept_by_a_real_run(config)
 
 
+@pytest.mark.default_tier("detr", "rtdetr")
 @pytest.mark.parametrize("name", KINDS)
 def test_in_half_precision_it_is_nearly_so(name: str) -> None:
     """The CPU's attention in bf16 computes in float32 internally."""

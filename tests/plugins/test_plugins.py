@@ -325,6 +325,7 @@ def in_a_group(name: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     return alone, gradients(DistributedDataParallel(Step(model)), images, classes)
 
 
+@pytest.mark.default_tier("batchformer_v2", "diverse_patch", "relative_localization_all")
 @every_plugin
 def test_processes_take_the_mean_of_their_gradients(name: str) -> None:
     (first, together), (second, also_together) = run_together(2, in_a_group, name)

@@ -42,3 +42,8 @@ def tiny(tmp_path: Path, coco_folder: Callable[..., SimpleNamespace], monkeypatc
         + f"output_dir: {tmp_path / 'run'}\n"
     )
     return path
+
+
+def with_report(config: Path) -> None:
+    """Let the runs of a config of these tests write their report."""
+    config.write_text(config.read_text().replace("report: false\n", ""))

@@ -54,6 +54,7 @@ def table(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+@pytest.mark.default_tier("attention-entropy", "scale-ratios", "grad-cam", "fgsm")
 @pytest.mark.parametrize("name", ANALYSES)
 def test_every_analysis_writes_a_table_and_a_picture_of_its_runs(runs: Path, tmp_path: Path, name: str) -> None:
     given = {"scale-ratios": ["scales"], "gradient-influence": ["batches"], "feature-maps": ["batches"]}
@@ -91,6 +92,7 @@ def test_gradient_influence_uses_the_classes_and_the_loss_of_the_run(runs: Path,
     assert [row["batchformer"] for row in own] != [row["batchformer"] for row in other]
 
 
+@pytest.mark.default_tier("grad-cam")
 @pytest.mark.parametrize("name", ["grad-cam", "feature-maps", "batch-attention"])
 def test_images_are_a_function_of_the_seed(runs: Path, tmp_path: Path, name: str) -> None:
     found = []

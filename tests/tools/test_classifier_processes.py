@@ -77,6 +77,7 @@ def test_two_processes_train_as_one_with_the_images_of_both(name: str, tmp_path:
         assert furthest(one, apart) > 10 * ROUNDING, "batch attention reads the images of both ranks"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", marked("diverse_patch", "relative_localization", "cnn", "augmented", "masked"))
 def test_everything_else_trains_in_two_processes_that_stay_the_same(name: str, tmp_path: Path) -> None:
     """Every parameter gets a gradient; gradients and buffers of norms are equal on all ranks."""

@@ -299,6 +299,7 @@ def test_a_packaged_experiment_is_found_by_name(tmp_path: Path, capsys: pytest.C
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.full
 def test_a_whole_experiment_of_classifiers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Real runs, real statistics: two arms of a small network, four steps each."""
     arguments = ["run", "long_tail_digits", "--quick", "--jobs", "2", "--output", str(tmp_path / "out")]

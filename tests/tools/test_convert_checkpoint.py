@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -123,6 +124,23 @@ def test_a_run_folder_stands_for_its_best_checkpoint(tmp_path: Path) -> None:
     assert_same(load_file(tmp_path / "out.safetensors"), best.model)
 
 
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write a checkpoint of ours, and files that cannot be converted."""
+    root = tmp_path_factory.mktemp("prepared")
+    saved(root)
+    (root / "folder").mkdir()
+    weights = build_model(load_config(None, [*SETTINGS, "batch_former.enabled=false"]), 91).state_dict()
+    foreign = to_foreign(weights, "detr")
+    foreign["input_proj.weight"].view(-1)[-1] = torch.nan
+    torch.save({"model": foreign}, root / "nan.pth")
+    torch.save({"query_embed.weight": torch.zeros(2), "a.b": torch.zeros(2)}, root / "unknown.pth")
+    torch.save([1, 2], root / "numbers.pth")
+    for name in ("garbage.pth", "garbage.safetensors"):
+        (root / name).write_bytes(b"anything")
+    return root
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -156,22 +174,14 @@ def test_bad_input_is_one_message_and_leaves_everything_as_it_was(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
+    prepared: Path,
     arguments: list[str],
     said: str,
 ) -> None:
+    shutil.copytree(prepared, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
-    saved(tmp_path)
     Path("link.pt").symlink_to("ours.pt")
-    Path("folder").mkdir()
     os.mkfifo("pipe.pth")
-    weights = build_model(load_config(None, [*SETTINGS, "batch_former.enabled=false"]), 91).state_dict()
-    foreign = to_foreign(weights, "detr")
-    foreign["input_proj.weight"].view(-1)[-1] = torch.nan
-    torch.save({"model": foreign}, "nan.pth")
-    torch.save({"query_embed.weight": torch.zeros(2), "a.b": torch.zeros(2)}, "unknown.pth")
-    torch.save([1, 2], "numbers.pth")
-    for name in ("garbage.pth", "garbage.safetensors"):
-        Path(name).write_bytes(b"anything")
     before = {path: path.read_bytes() for path in Path().iterdir() if path.is_file()}
     assert convert(*arguments) == 2
     error = capsys.readouterr().err

@@ -170,7 +170,7 @@ def test_a_folder_and_a_run_are_checked_without_a_recipe(
 
 
 def test_fine_tuning_by_one_command(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    small = ["--model", str(config), "train.epochs=1", "train.max_steps=1", "data.workers=0"]
+    small = ["--model", str(config), "train.epochs=1", "train.max_steps=1", "data.workers=0", "report=true"]
     output = ["--output", str(tmp_path / "tuned")]
     assert main(["finetune", str(tmp_path / "cells"), *output, *small, "--dry-run"]) == 0
     assert f"a run would be written to {tmp_path / 'tuned'}" in capsys.readouterr().out

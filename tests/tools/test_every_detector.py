@@ -45,6 +45,7 @@ KINDS = [
 ]
 
 
+@pytest.mark.default_tier("detr", "rtdetr")
 @pytest.mark.parametrize(("name", "with_batch_former"), KINDS)
 def test_trains_evaluates_predicts_resumes(name: str, with_batch_former: bool, tiny: Path, tmp_path: Path) -> None:
     settings = [*DETECTORS[name], f"batch_former.enabled={str(with_batch_former).lower()}", "eval.pictures=0"]
@@ -73,6 +74,7 @@ DEIM = (
 )  # fmt: skip
 
 
+@pytest.mark.default_tier("smca")
 @pytest.mark.parametrize(
     "name", [name if name in ("detr", "smca") else pytest.param(name, marks=pytest.mark.slow) for name in DETECTORS]
 )
@@ -94,6 +96,7 @@ def test_deim_trains_every_detector_and_resumes_to_the_same_bits(name: str, tiny
     assert_same(resumed.weights, straight.weights)
 
 
+@pytest.mark.default_tier("deformable_detr_two_stage")
 @pytest.mark.parametrize("name", ["detr", "smca", "deformable_detr_two_stage"])
 def test_weights_of_the_authors_are_evaluated_with_category_ids_as_classes(
     name: str, tiny: Path, tmp_path: Path

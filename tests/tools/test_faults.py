@@ -65,6 +65,7 @@ def progress(folder: Path) -> dict[str, Any]:
     return training["progress"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("processes", "more", "message"),
     [
@@ -126,6 +127,7 @@ def flipped(place: float) -> Callable[[bytearray], None]:
     return flip
 
 
+@pytest.mark.default_tier("cut", "flip1")
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("damage", [cut, flipped(0), flipped(0.3), flipped(0.61803), flipped(0.97)])
 def test_a_damaged_checkpoint_is_reported_and_the_previous_one_used(
@@ -216,6 +218,7 @@ def test_an_image_that_breaks_during_training_is_replaced(tiny: Path, tmp_path: 
     assert max(replaced) == 1, "counted per epoch"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("processes", [2, pytest.param(1, marks=slow)])
 def test_too_many_broken_images_end_the_run(tiny: Path, tmp_path: Path, processes: int) -> None:
     """One of fifteen images is more than the default allows; only one of two ranks reads it."""
@@ -385,6 +388,7 @@ def test_bad_input_is_printed_once_by_two_ranks(tiny: Path, tmp_path: Path, argu
     assert not job.folder.exists()
 
 
+@pytest.mark.full
 def test_bad_input_is_printed_although_the_main_rank_starts_last(tiny: Path, tmp_path: Path) -> None:
     """torchrun ends all processes as soon as one has ended."""
     job = Job(tmp_path / "nowhere.yaml", tmp_path / "run", fault="late:0:2")

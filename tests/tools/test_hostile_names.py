@@ -35,7 +35,7 @@ def test_a_detector(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         image["file_name"] = odd
         annotations.write_text(json.dumps(content))
     run = tmp_path / "run"
-    assert train_net(["--config", str(tiny), "train.max_steps=1"]) == 0
+    assert train_net(["--config", str(tiny), "train.max_steps=1", "report=true"]) == 0
     assert (run / "pictures" / "validation.png").is_file()
     assert Page((run / "report.html").read_text(encoding="utf-8")).tags.count("script") == 1
     assert "\x1b" not in (run / "log.txt").read_text(encoding="utf-8")
@@ -59,7 +59,7 @@ def test_a_classifier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             pixels = torch.randint(256, (20, 20, 3), generator=generator, dtype=torch.uint8).numpy()
             Image.fromarray(pixels).save(folder / "1.png")
     settings = ["data.name=image_folder", f"data.root={tmp_path / 'images'}", "data.per_class=null"]
-    settings += ["train.batch_size=5", "train.max_steps=1"]
+    settings += ["train.batch_size=5", "train.max_steps=1", "report=true"]
     assert train_net(["--config", str(classifier_config(tmp_path)), *settings]) == 0
     run = tmp_path / "run"
     for picture in ("validation.png", "confusion.png", "classes.svg"):
@@ -84,7 +84,7 @@ def test_a_failing_picture_is_a_warning(
     folder: str,
 ) -> None:
     monkeypatch.setattr(drawing, failing)
-    assert main(["--config", str(config(tmp_path)), "train.max_steps=1", "eval.pictures=2"]) == 0
+    assert main(["--config", str(config(tmp_path)), "train.max_steps=1", "eval.pictures=2", "report=true"]) == 0
     run = tmp_path / folder
     assert "validation.png was not written: [Errno 28] No space left" in (run / "log.txt").read_text()
     assert (run / "evaluation.json").is_file()

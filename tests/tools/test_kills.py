@@ -33,6 +33,7 @@ KILLS = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("moment", "who"), KILLS)
 def test_a_killed_group_is_restarted_and_ends_with_the_same_bits(
     tiny: Path, tmp_path: Path, moment: str, who: str
@@ -59,6 +60,7 @@ def test_the_same_command_goes_on_with_resume(tiny: Path, tmp_path: Path, proces
     check_same(job)
 
 
+@pytest.mark.full
 def test_a_group_that_gets_sigterm_saves_and_reports_it_once(tiny: Path, tmp_path: Path) -> None:
     job = Job(tiny, tmp_path / "run", (*SETTINGS[2], "checkpoint.every_steps=1000"))
     process = job.start()

@@ -44,7 +44,7 @@ def test_the_config_trains_as_written(photos: Path, tmp_path: Path, capsys: pyte
     assert any(line.startswith("# Classes, with training boxes: ") and "dog (8)" in line for line in head)
     assert any(line.startswith("# warning few-images: ") for line in head)
     small = ["data.transforms.short_sides=[32]", "data.transforms.max_size=64", "data.transforms.eval_short_side=32"]
-    assert main(["train", "mine.yaml", "train.max_steps=1", "data.workers=0", *small]) == 0
+    assert main(["train", "mine.yaml", "train.max_steps=1", "data.workers=0", "report=true", *small]) == 0
     assert (tmp_path / "runs" / "mine" / "report.html").is_file()
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from detr_bf.engine import load_checkpoint
 from detr_bf.tasks.detection import DetectionTask
+from tests.tools.conftest import with_report
 from tests.tools.launch import Job, wait_for_steps
 from tests.tools.test_train_net import train_net
 
@@ -153,6 +154,7 @@ def last_line(capsys: pytest.CaptureFixture[str]) -> str:
 def test_evaluation_of_a_run_leaves_the_run_as_it_is(
     tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    with_report(tiny)
     run = tmp_path / "run"
     assert train_net(["--config", str(tiny), "train.max_steps=2"]) == 0
     before = contents(run)
@@ -174,6 +176,7 @@ def test_evaluation_of_a_run_leaves_the_run_as_it_is(
 def test_evaluation_of_foreign_weights_has_a_folder_of_its_own(
     tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    with_report(tiny)
     for name in ("parent", "run"):
         assert train_net(["--config", str(tiny), "train.max_steps=1", f"output_dir={tmp_path / name}"]) == 0
     before = contents(tmp_path / "run")
@@ -211,6 +214,8 @@ def test_evaluation_with_the_config_of_a_run_means_that_run_and_not_its_parent(
 def test_a_report_that_cannot_be_made_is_a_warning(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    with_report(tiny)
+
     def full(*arguments: object) -> None:
         raise OSError(28, "No space left on device")
 

@@ -49,13 +49,14 @@ def evaluation(folder: Path) -> dict[str, object]:
     return json.loads((folder / "evaluation.json").read_text())
 
 
+@pytest.mark.default_tier("true")
 @pytest.mark.parametrize("batch_former", ["true", "false"])
 def test_both_stages(stuff: SimpleNamespace, batch_former: str, capsys: pytest.CaptureFixture[str]) -> None:
     boxes, masks = stuff.folder / "boxes", stuff.folder / "masks"
     assert run(stuff, "boxes", "train.epochs=1") == 0
     assert evaluation(boxes)["panoptic"] is None, "without masks there are no maps"
     former = f"batch_former.enabled={batch_former}"
-    assert run(stuff, "masks", *FROZEN, former, f"init_from={boxes}") == 0
+    assert run(stuff, "masks", *FROZEN, former, f"init_from={boxes}", "report=true") == 0
     said = capsys.readouterr().out.splitlines()[-1]
     assert said.startswith("PQ 0.")
     before, after = load_checkpoint(boxes / "best.pt").weights, load_checkpoint(masks / "last.pt").model

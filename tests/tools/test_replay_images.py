@@ -63,11 +63,11 @@ def test_what_a_classifier_captures_is_reproduced(
 
 
 def test_a_run_of_which_nothing_is_finite_in_the_end_leaves_its_report(tmp_path: Path) -> None:
-    command = ["--config", str(classifier_config(tmp_path)), *DIVERGING, "train.max_steps=2"]
+    command = ["--config", str(classifier_config(tmp_path)), *DIVERGING, "train.max_steps=2", "report=true"]
     assert train_net(command) == 0
     assert (tmp_path / "run" / "report.html").exists()
     assert not (tmp_path / "run" / "pictures" / "validation.png").exists(), "there is nothing to show"
-    assert train_net(["--config", str(masked_config(tmp_path)), *DIVERGING, "train.max_steps=2"]) == 0
+    assert train_net(["--config", str(masked_config(tmp_path)), *DIVERGING, "train.max_steps=2", "report=true"]) == 0
     assert (tmp_path / "mae" / "report.html").exists()
 
 

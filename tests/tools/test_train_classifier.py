@@ -142,7 +142,7 @@ def test_the_state_of_a_trained_vit_is_one_of_timm_but_for_the_plugins(tiny: Pat
 
 
 def test_what_a_run_leaves(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert train_net(["--config", str(tiny), *VARIANTS["batchformer"], "train.max_steps=4"]) == 0
+    assert train_net(["--config", str(tiny), *VARIANTS["batchformer"], "train.max_steps=4", "report=true"]) == 0
     run = tmp_path / "run"
     result = evaluation(run)
     assert f"top-1 {result['top1']:.3f}" in capsys.readouterr().out
@@ -180,6 +180,7 @@ def test_what_a_run_leaves(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert not (run / "eval-last" / "pictures" / "suspects.jpg").exists()
 
 
+@pytest.mark.default_tier("train.ema.enabled=false")
 @pytest.mark.parametrize("average", ["train.ema.enabled=false", "train.ema.decay=0.98"])
 def test_it_learns_the_digits(average: str, tiny: Path, tmp_path: Path) -> None:
     """Also with averaged weights, whose batch norms need their own statistics."""
@@ -284,6 +285,7 @@ def test_a_linear_probe_needs_all_of_a_trained_network_and_no_plugin(
     assert train_net([*probe, f"init_from={tmp_path / 'trunk'}"]) == 0
 
 
+@pytest.mark.default_tier("True")
 @pytest.mark.parametrize("with_batch_former", [False, True])
 def test_masked_pre_training_then_a_linear_probe(
     with_batch_former: bool, tiny: Path, masked: Path, tmp_path: Path

@@ -23,6 +23,7 @@ from detr_bf.common.errors import InputError
 from detr_bf.engine import Checkpoint, RunFolder, load_checkpoint
 from detr_bf.engine.loggers import TensorBoardLogger, WandbLogger
 from tests.references.wandb_file import wandb_rows
+from tests.tools.conftest import with_report
 
 TOOLS = Path(__file__).parents[2] / "tools"
 
@@ -63,6 +64,7 @@ def records(path: Path, kind: str) -> list[dict[str, float]]:
 
 
 def test_a_run_leaves_everything_in_its_folder(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with_report(tiny)
     assert train_net(["--config", str(tiny)]) == 0
     run = tmp_path / "run"
     said = capsys.readouterr().out
@@ -95,6 +97,7 @@ def test_a_run_leaves_everything_in_its_folder(tiny: Path, tmp_path: Path, capsy
 
 
 def test_the_data_are_described_with_and_without_checks_and_in_evaluations(tiny: Path, tmp_path: Path) -> None:
+    with_report(tiny)
     common = ["--config", str(tiny), "train.max_steps=1", "data.check=false"]
     assert train_net([*common, f"output_dir={tmp_path / 'unchecked'}"]) == 0
     assert train_net([*common, "data.check=true"]) == 0
@@ -481,6 +484,7 @@ def test_a_loss_that_is_not_finite_stops_with_names(
 
 
 def test_predictor_and_predict_tool(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with_report(tiny)
     train_net(["--config", str(tiny), "train.max_steps=2"])
     val = tmp_path / "val" / "images"
     found = detr_bf.load(tmp_path / "run", device="cpu")(val / "0101.png", threshold=0)
