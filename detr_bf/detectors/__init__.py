@@ -19,15 +19,27 @@ from detr_bf.detectors.smca_multi_scale import smca_multi_scale
 
 __all__ = ["DETECTORS", "Detector", "MaskHead", "Options", "detector_named"]
 
-_KINDS: tuple[DetectorKind, ...] = (
-    *(conditional_detr, dab_deformable_detr, dab_detr, deformable_detr, detr, dino),
-    *(dn_detr, rtdetr, rtdetrv2, smca, smca_multi_scale),
-)
-DETECTORS = {kind.build.__name__: kind for kind in _KINDS}
+DETECTORS: dict[str, DetectorKind] = {
+    "conditional_detr": conditional_detr,
+    "dab_deformable_detr": dab_deformable_detr,
+    "dab_detr": dab_detr,
+    "deformable_detr": deformable_detr,
+    "detr": detr,
+    "dino": dino,
+    "dn_detr": dn_detr,
+    "rtdetr": rtdetr,
+    "rtdetrv2": rtdetrv2,
+    "smca": smca,
+    "smca_multi_scale": smca_multi_scale,
+}
 
 
 def detector_named(name: str) -> DetectorKind:
-    """Return a detector by its name (InputError: there is no such detector)."""
+    """Return a detector by its name.
+
+    Raises:
+        InputError: there is no such detector.
+    """
     if name not in DETECTORS:
         raise InputError(f"model.name must be one of {', '.join(DETECTORS)}; got '{name}'")
     return DETECTORS[name]

@@ -44,6 +44,7 @@ data:
   workers: 0
 train: {{epochs: 1, batch_size: 3, max_steps: 1}}
 eval: {{pictures: 0}}
+report: false
 """
 
 

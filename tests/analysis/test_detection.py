@@ -223,6 +223,7 @@ def test_mini_batch_inference_prints_and_writes_the_differences(
     assert "4 images in batches of 4" in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_mini_batch_inference_measures_masks_too(config: Path) -> None:
     for name in ("train", "val"):
         path = config.parent / name / "annotations.json"

@@ -46,6 +46,7 @@ def test_weights_of_timm_give_timms_maps(name: str, tmp_path: Path) -> None:
         torch.testing.assert_close(feature.tensor, level, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.default_tier("resnet18vd")
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["resnet18vd", "resnet34vd", "resnet101vd"])
 def test_files_of_the_authors_are_read(name: str, tmp_path: Path) -> None:

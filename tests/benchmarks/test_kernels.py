@@ -13,6 +13,7 @@ from detr_bf.ops import library
 from tests.kernels import needs_kernels
 
 
+@pytest.mark.full
 @needs_kernels
 def test_one_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []

@@ -53,6 +53,7 @@ def test_local_samples_lie_near_their_query() -> None:
     torch.testing.assert_close(weights.flatten(3).sum(-1), torch.ones(1, 100, 8))
 
 
+@pytest.mark.full
 @needs_kernels
 def test_memory_can_be_kept() -> None:
     """Run in a separate process, because malloc keeps the setting."""

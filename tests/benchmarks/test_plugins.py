@@ -54,6 +54,7 @@ def rows_of(path: Path) -> list[tuple[str, str]]:
     return [(row["timed"], row["variant"]) for row in json.loads(path.read_text())["rows"]]
 
 
+@pytest.mark.full
 def test_every_variant_is_timed_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "rows.json"
     assert plugins.main([*ARGUMENTS, "--output", str(output), *TINY]) == 0

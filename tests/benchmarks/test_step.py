@@ -97,6 +97,7 @@ def test_recomputation_keeps_less() -> None:
     assert step.Step(setting("train.recompute_encoder=true"), "float32").kept() < step.Step(setting(), "float32").kept()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "error",
     [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("DefaultCPUAllocator: can't allocate memory: 7 bytes")],
@@ -133,6 +134,7 @@ def test_other_errors_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
         step.main([*TINY, *SIZE, "--batch-sizes", "2"])
 
 
+@pytest.mark.full
 def test_settings_are_compared_with_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     variants = ["train.recompute_encoder=true", "train.channels_last=true,train.recompute_encoder=true", "seed=1"]
     output = tmp_path / "rows.json"

@@ -163,6 +163,7 @@ def test_files_that_cannot_be_named(tmp_path: Path) -> None:
     assert "same" not in TRANSFORMS
 
 
+@pytest.mark.full
 def test_a_worker_that_is_not_forked_gets_the_transform(tmp_path: Path) -> None:
     from detr_bf.data.transforms import _Registered
 

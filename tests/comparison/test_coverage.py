@@ -139,6 +139,7 @@ def test_the_interval_covers_the_true_mean_difference(mixture: str) -> None:
     assert 0.92 <= coverage(FIVE_SEEDS, MIXTURES[mixture], 600, difference=0.3) <= 0.98
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mixture", ["images", "seeds and images"])
 def test_the_interval_covers_with_folds(mixture: str) -> None:
     assert 0.92 <= coverage(FIVE_FOLDS, MIXTURES[mixture], 600, difference=0.3) <= 0.99

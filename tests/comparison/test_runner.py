@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
+import detr_bf.commands.compare  # noqa: F401  before a test replaces a name that it imports
 from detr_bf.commands import command_main
 from detr_bf.common.errors import InputError
 from detr_bf.comparison import runner

@@ -143,6 +143,7 @@ def test_every_recipe_is_a_row_of_the_guide() -> None:
     assert not {name for name in RECIPES if "Published:" in comment(name) or Path(name).parent in folders} - listed
 
 
+@pytest.mark.full
 def test_no_two_rows_of_the_guide_train_the_same() -> None:
     found = [repr({**config_to_dict(load(row.path, *row.settings)), "output_dir": ""}) for row in ROWS]
     assert len(set(found)) == len(ROWS) == 223

@@ -218,6 +218,7 @@ print(type(content.annotations).__name__, len(content.annotations), sum(a["area"
 """
 
 
+@pytest.mark.full
 def test_processes_that_read_at_once(coco_folder: Factory, home: Path) -> None:
     data = coco_folder(num_images=40)
     command = [sys.executable, "-c", PROCESS, str(data.annotations)]
@@ -250,6 +251,7 @@ def _sample(data: CocoDetection, results: Any) -> None:
     results.put((image.numpy(), target.boxes.numpy(), target.file_name, data.sizes[2], data.image_ids[2]))
 
 
+@pytest.mark.full
 def test_a_spawned_worker_gets_the_data_set(coco_folder: Factory, home: Path) -> None:
     data = coco_folder()
     samples = CocoDetection(data.images, data.annotations, PLAIN)

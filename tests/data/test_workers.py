@@ -228,6 +228,7 @@ def test_workers_do_not_destroy_the_garbage_of_their_parent(
     assert gc.get_freeze_count() == 0  # in this process
 
 
+@pytest.mark.full
 def test_a_death_is_found_outside_the_main_thread_too(coco_folder: Factory, tmp_path: Path) -> None:
     data = coco_folder(num_images=12)
     dataset, found = deadly(data, tmp_path, 1), []

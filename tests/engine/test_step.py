@@ -82,6 +82,7 @@ def _default_dtype() -> Any:
     torch.set_default_dtype(torch.float32)
 
 
+@pytest.mark.default_tier("objects0-detr", "objects1-deformable_detr_two_stage", "objects2-deformable_detr_refine")
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("objects", [(3, 0, 1), (0, 0, 0), (0, 0, 1)])
 def test_gradients_are_those_of_all_images_in_one_process(name: str, objects: tuple[int, ...]) -> None:
@@ -199,6 +200,7 @@ def with_all_trained(name: str, changes: dict[str, Any]) -> float:
     return found[1]["loss"].item()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "changes"), [("dino", {}), ("rtdetr", {}), ("dab_detr", {"decoder_layers": 1})])
 def test_two_ranks_take_two_steps_with_parts_that_have_nothing_to_learn(name: str, changes: dict[str, Any]) -> None:
     """DistributedDataParallel stops in the second step if a trained parameter got no gradient in the first."""

@@ -35,7 +35,7 @@ from detr_bf.data.transforms import eval_sample
 from detr_bf.detectors import MaskHead
 from detr_bf.evaluation import ScoreThresholds
 from detr_bf.export import GivenSelections, ParityError, parity, parity_table, synthetic_images
-from detr_bf.export.graph import ONNX_FORMAT
+from detr_bf.export.graph import ONNX_FORMAT, OPSET
 from detr_bf.export.precision import MAX_CALIBRATION, calibration_files, exact_nodes, half_precision
 from detr_bf.export.runtime import OnnxDetector
 from detr_bf.export.sharing import SourceCheckpoint
@@ -139,6 +139,7 @@ def check_every_form(original: Predictor, path: Path) -> None:
         same(found, expected)
 
 
+@pytest.mark.full
 def test_a_pickled_detector_reads_its_file_again(detr: tuple[Predictor, Path], tmp_path: Path) -> None:
     path = tmp_path / "it.onnx"
     shutil.copy(detr[1], path)
@@ -159,6 +160,7 @@ def test_a_pickled_detector_reads_its_file_again(detr: tuple[Predictor, Path], t
         pickle.dumps(OnnxDetector(detr[1].read_bytes(), "bytes"))
 
 
+@pytest.mark.full
 def test_a_fixed_form_with_detections(tmp_path: Path) -> None:
     original = predictor("smca")
     compared = original.export(tmp_path / "it.onnx", batch=2, size=(64, 96), postprocess=True)
@@ -190,7 +192,7 @@ def test_the_metadata_say_what_a_user_needs(detr: tuple[Predictor, Path]) -> Non
     assert found["parity"]["images"] == "synthetic"
     assert len(found["parity"]["batches"]) == 4
     assert b"alice" not in detr[1].read_bytes()
-    assert [opset.version for opset in proto.opset_import if not opset.domain] == [export.OPSET]
+    assert [opset.version for opset in proto.opset_import if not opset.domain] == [OPSET]
     inputs = {
         each.name: [dim.dim_param or dim.dim_value for dim in each.type.tensor_type.shape.dim]
         for each in proto.graph.input
@@ -336,6 +338,7 @@ def test_what_cannot_be_exported(tmp_path: Path) -> None:
         predictor().export(tmp_path / "it.onnx", size=(92, 104))
 
 
+@pytest.mark.full
 def test_a_backbone_that_needs_a_size_gets_that_of_the_squares(tmp_path: Path) -> None:
     squares = predictor("detr", "data.transforms.square=64")
     squares.model.add_module("padded", type("Conv2dSame", (torch.nn.Identity,), {})())
@@ -411,7 +414,7 @@ def check_score(
     return printed.splitlines()
 
 
-@pytest.mark.default_tier("float16")
+@pytest.mark.full
 @pytest.mark.parametrize("precision", ["float32", "float16", "int8"])
 def test_the_score_of_a_file(
     precision: str,

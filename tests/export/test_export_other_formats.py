@@ -72,6 +72,7 @@ def test_the_metadata_of_a_package_are_a_file_in_it(package: tuple[Predictor, Pa
     assert [*torch.export.pt2_archive._package.load_pt2(str(package[1])).extra_files] == ["detr_bf.json"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -107,6 +108,7 @@ def test_packages_that_cannot_be_loaded(
         detr_bf.load(path)
 
 
+@pytest.mark.full
 def test_damaged_packages(package: tuple[Predictor, Path, str], tmp_path: Path) -> None:
     with pytest.raises(InputError, match="file not found"):
         detr_bf.load(tmp_path / "missing.pt2")
@@ -212,6 +214,7 @@ def test_the_metadata_of_an_openvino_file(openvino_file: tuple[Predictor, Path])
     assert str(Path.cwd()).encode() not in content
 
 
+@pytest.mark.full
 def test_openvino_sends_nothing_and_writes_nothing_into_the_home_folder(
     openvino_file: tuple[Predictor, Path], tmp_path: Path
 ) -> None:

@@ -59,6 +59,7 @@ def photos(coco_folder: Factory, tmp_path: Path) -> Path:
     return tmp_path / "photos"
 
 
+@pytest.mark.full
 def test_it_is_the_command_that_it_logs(
     photos: Path, tiny: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -247,6 +247,7 @@ def check_compiled(call: Callable[[Tensor, Tensor], Tensor], compiler: str) -> N
         torch.testing.assert_close(*gradients)
 
 
+@pytest.mark.default_tier("compiled-aot_eager")
 @compilers
 def test_compile_packed(backend: str, compiler: str) -> None:
     check_compiled(lambda packed, mask: batch_attention_packed(packed * 2, mask, 0.5), compiler)

@@ -101,11 +101,13 @@ WIDE_READS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("kernel", "corners"), WIDE_READS.items())
 def test_corners_are_read_16_bytes_at_once(functions: dict[str, str], kernel: str, corners: int) -> None:
     assert len(re.findall(r"\bLDG\.E\.128", _code(functions, kernel))) >= corners
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", ["6Layout", "7Patches"])
 @pytest.mark.parametrize("kernel", ["forward_kernelIfLi4ENS0_", "forward_kernelI13__nv_bfloat16Li8ENS0_"])
 def test_all_reads_are_under_way_before_the_first_is_used(functions: dict[str, str], kernel: str, layout: str) -> None:
@@ -148,6 +150,7 @@ def test_everything_is_in_registers(cubin: Path) -> None:
     assert {name: stack for name, stack in _stack(cubin).items() if stack > 0} == {}
 
 
+@pytest.mark.full
 def test_attention_in_one_pass(attention_cubin: Path) -> None:
     """One wide load for every row, as many exponentials as a lane owns, and everything in registers."""
     stacks, functions = _stack(attention_cubin), _functions(attention_cubin)

@@ -174,6 +174,7 @@ def test_opcheck() -> None:
     torch.library.opcheck(torch.ops.detr_bf.relu_dropout_backward.default, (x.detach(), y.detach(), 0.5))
 
 
+@pytest.mark.full
 @compilers
 def test_compile_draws_as_eager_does(backend: str, compiler: str) -> None:
     def block(x: Tensor, y: Tensor) -> Tensor:

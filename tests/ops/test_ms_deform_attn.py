@@ -204,7 +204,7 @@ def test_any_number_of_threads_gives_the_same_bits(rows: int, heads: int, querie
         torch.set_num_threads(threads)
 
 
-@pytest.mark.default_tier("baseline")
+@pytest.mark.full
 @needs_kernels
 @pytest.mark.parametrize("instructions", ["baseline", "v3"])
 def test_lower_instruction_sets(instructions: str) -> None:

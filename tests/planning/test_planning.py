@@ -248,6 +248,7 @@ def test_moments_and_checkpoint_are_as_large_as_the_real_ones(tmp_path: Path) ->
     assert more.file == plan.file + stored
 
 
+@pytest.mark.default_tier("detr")
 @pytest.mark.parametrize("name", ["detr", "deformable_detr"])
 def test_a_larger_batch_needs_more_of_everything_but_the_model(name: str) -> None:
     plans = [plan_of(tiny(*DETECTORS[name], f"train.batch_size={size}")) for size in (1, 2, 4)]
@@ -260,6 +261,7 @@ def test_a_larger_batch_needs_more_of_everything_but_the_model(name: str) -> Non
     assert plans[0].time.flops_per_step < plans[1].time.flops_per_step < plans[2].time.flops_per_step
 
 
+@pytest.mark.full
 def test_gradients_replace_activations_unless_they_remain_from_batch_to_batch() -> None:
     one, more, ranks = (
         plan_of(tiny(f"train.accumulate={count}"), gpus=gpus) for count, gpus in ((1, 1), (2, 1), (1, 2))
@@ -273,6 +275,7 @@ def test_gradients_replace_activations_unless_they_remain_from_batch_to_batch() 
     assert few.gradients + few.activations == trained  # at the optimizer's step
 
 
+@pytest.mark.full
 def test_accumulation_costs_time_and_no_memory() -> None:
     one, four = (plan_of(tiny(f"train.accumulate={count}"), gpus=2) for count in (1, 4))
     assert four.memory == one.memory
@@ -503,6 +506,7 @@ def test_nothing_is_proposed_where_it_fits() -> None:
     assert "helps" not in text
 
 
+@pytest.mark.full
 def test_where_nothing_is_enough_it_says_that() -> None:
     machine = Machine(gpus=1, num_classes=CLASSES, memory=0.1)
     text = describe_plan(make_plan(tiny(), machine), tiny(), machine)
@@ -512,6 +516,7 @@ def test_where_nothing_is_enough_it_says_that() -> None:
     assert "no setting of train helps" in describe_plan(make_plan(modest, machine), modest, machine)
 
 
+@pytest.mark.full
 def test_a_batch_of_landscape_and_portrait_images_gives_a_warning() -> None:
     config = tiny("train.batch_size=16")
     plan = plan_of(config)

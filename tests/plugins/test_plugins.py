@@ -303,6 +303,7 @@ def check_compiled(model: Any, backend: str) -> None:
     torch.testing.assert_close(compiled(tiny.images()), evaluated, rtol=1e-8, atol=1e-10)
 
 
+@pytest.mark.full
 def test_all_together_compiled_as_not_compiled() -> None:
     model = tiny.vit()
     for name in ("batchformer_v2", "context_broadcasting_scaled", "relative_localization_all", "diverse_patch"):

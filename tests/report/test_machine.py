@@ -27,6 +27,7 @@ def test_machine_info_names_versions_command_and_cores(monkeypatch: pytest.Monke
     assert json.loads(json.dumps(info)) == info
 
 
+@pytest.mark.full
 def test_memory_is_that_of_the_process_itself_and_not_of_its_parent() -> None:
     """ru_maxrss of a child begins with the memory of its parent; an array of 300 MiB shows the difference."""
     code = (

@@ -104,6 +104,7 @@ def test_images_are_a_function_of_the_seed(runs: Path, tmp_path: Path, name: str
     assert name != "grad-cam" or len(found[0].splitlines()) == 6, "a row for each image"
 
 
+@pytest.mark.full
 def test_training_images_are_those_of_the_run_without_augmentation(runs: Path, tmp_path: Path) -> None:
     command = ["patch-similarity", str(runs / "batches"), "--split", "train", "--images", "1000"]
     for folder, settings in {"one": [], "two": ["data.transforms.erase=1", "data.mix.probability=1"]}.items():

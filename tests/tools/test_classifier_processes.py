@@ -96,6 +96,7 @@ def test_everything_else_trains_in_two_processes_that_stay_the_same(name: str, t
     assert torch.load(tmp_path / "two" / "last.pt", weights_only=True)["training"]["progress"]["step"] == 3
 
 
+@pytest.mark.full
 def test_an_evaluation_that_is_shared_is_that_of_one_process(tmp_path: Path) -> None:
     config = classifier_config(tmp_path)
     assert train_net(["--config", str(config), *VARIANTS["batchformer"], "train.max_steps=3"]) == 0

@@ -73,6 +73,12 @@ def saved(folder: Path, *changes: str) -> Path:
     return path
 
 
+@pytest.mark.default_tier(
+    "changes0-detr-.pth",
+    "changes2-hf_detr-.safetensors",
+    "changes6-hf_deformable_detr-.safetensors",
+    "changes7-detectron2-.pt",
+)
 @pytest.mark.parametrize(
     ("changes", "name", "suffix"),
     [

@@ -78,6 +78,7 @@ def test_a_folder_without_a_validation_split_is_refused_before_training(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.default_tier("data.split_seed=1")
 @pytest.mark.parametrize("changed", ["data.split_seed=1", "data.val_fraction=0.5", "new images"])
 def test_a_run_is_not_resumed_with_validation_images_that_were_trained_on(
     changed: str, config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -112,6 +113,7 @@ def copied(root: Path, target: Path, folder: str = "") -> Path:
     return target
 
 
+@pytest.mark.full
 def test_a_run_is_evaluated_on_another_folder(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The folder may have no splits, or others than those of the run."""
     root, run = tmp_path / "cells", tmp_path / "run"

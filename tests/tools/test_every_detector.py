@@ -74,7 +74,7 @@ DEIM = (
 )  # fmt: skip
 
 
-@pytest.mark.default_tier("smca")
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name", [name if name in ("detr", "smca") else pytest.param(name, marks=pytest.mark.slow) for name in DETECTORS]
 )

@@ -127,7 +127,7 @@ def flipped(place: float) -> Callable[[bytearray], None]:
     return flip
 
 
-@pytest.mark.default_tier("cut", "flip1")
+@pytest.mark.full
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("damage", [cut, flipped(0), flipped(0.3), flipped(0.61803), flipped(0.97)])
 def test_a_damaged_checkpoint_is_reported_and_the_previous_one_used(
@@ -345,6 +345,7 @@ def unequal(tmp_path: Path, panoptic_folder: Callable[..., SimpleNamespace], mon
 MASKS = ("model.masks=true", "eval.panoptic.threshold=0", "train.epochs=1", "train.batch_size=2")
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("again_by", [1, pytest.param(2, marks=slow)])
 def test_two_processes_evaluate_as_one_does(unequal: Path, tmp_path: Path, again_by: int) -> None:
@@ -367,6 +368,7 @@ def found(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in files}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

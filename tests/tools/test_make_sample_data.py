@@ -23,6 +23,7 @@ def test_digits_from_the_command_line(tmp_path: Path) -> None:
     assert len(list((output / "train").iterdir())) == 2
 
 
+@pytest.mark.full
 def test_scenes_from_the_command_line(tmp_path: Path) -> None:
     output = tmp_path / "scenes"
     done = run("scenes", "--output", str(output), "--num-train", "2", "--num-val", "1", "--image-size", "64")

@@ -107,6 +107,7 @@ def test_a_full_disk_at_the_start_is_told(
         assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.full
 def test_one_run_at_a_time(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A second run is refused during a run, with and without --resume; after SIGKILL the folder is free at once."""
     job = Job(tiny, tmp_path / "run", ("train.epochs=1000", "data.workers=1"), processes=1)
@@ -173,6 +174,7 @@ def test_evaluation_of_a_run_leaves_the_run_as_it_is(
     assert json.loads(after["eval-best/evaluation.json"]) == json.loads(before["evaluation.json"])
 
 
+@pytest.mark.full
 def test_evaluation_of_foreign_weights_has_a_folder_of_its_own(
     tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -101,6 +101,7 @@ def check_panoptic_results(stuff: SimpleNamespace, folder: Path) -> None:
     assert (folder / "pictures" / "panoptic.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.full
 def test_evaluation_alone_gives_the_same_numbers(stuff: SimpleNamespace) -> None:
     assert run(stuff, "joint", *MASKS) == 0
     joint = stuff.folder / "joint"

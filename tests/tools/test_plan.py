@@ -117,6 +117,7 @@ def test_what_is_no_detector_is_refused(
     assert printed.out == ""
 
 
+@pytest.mark.full
 def test_a_measured_record_replaces_the_estimate(
     tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -301,6 +301,7 @@ def test_two_predictions_into_one_folder_list_the_files_of_both(
     assert listed.keys() == {path.name for path in out.iterdir()} - {module.WRITTEN}
 
 
+@pytest.mark.default_tier("coco", "yolo")
 @pytest.mark.parametrize("form", ["json", "jsonl", "csv", "coco", "yolo"])
 def test_formats_hold_the_same_objects(weights: Path, photos: Path, tmp_path: Path, form: str) -> None:
     output = tmp_path / "out"

@@ -143,6 +143,7 @@ def test_the_scale_of_the_loss_is_that_of_the_run(tmp_path: Path, capsys: pytest
     assert replay(tmp_path, replace(healthy(), scale=1024.0)) == 3
 
 
+@pytest.mark.full
 def test_anomaly_detection_names_the_operation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.warns(UserWarning, match="Traceback of forward call"):
         assert replay(tmp_path, captured(overflow, precision=torch.float16), "--anomaly") == 0

@@ -96,6 +96,7 @@ def test_a_run_leaves_everything_in_its_folder(tiny: Path, tmp_path: Path, capsy
     assert {result["image_id"] for result in results} <= set(range(101, 105))
 
 
+@pytest.mark.full
 def test_the_data_are_described_with_and_without_checks_and_in_evaluations(tiny: Path, tmp_path: Path) -> None:
     with_report(tiny)
     common = ["--config", str(tiny), "train.max_steps=1", "data.check=false"]
@@ -112,6 +113,7 @@ def test_the_data_are_described_with_and_without_checks_and_in_evaluations(tiny:
     assert "class7" in (tmp_path / "other" / "report.html").read_text()
 
 
+@pytest.mark.full
 def test_loggers_hold_what_the_run_has_written_also_after_a_resumption(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
