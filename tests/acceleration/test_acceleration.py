@@ -90,6 +90,7 @@ def of_images(count: int, height: int, width: int) -> Batch:
 # ---- recomputation ----
 
 
+@pytest.mark.default_tier("detr", "rtdetr", "deformable_detr_two_stage")
 @every_detector
 @pytest.mark.usefixtures("_float64")
 def test_recomputed_encoder_layers_give_the_same_bits(name: str) -> None:
@@ -147,6 +148,7 @@ def test_nothing_is_done_unasked() -> None:
     assert all(parameter.is_contiguous() for parameter in module.parameters())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "compiler"), [("detr", "aot_eager"), *slowly])
 @pytest.mark.usefixtures("_fresh_compiler")
 def test_compiled_training_and_evaluation(name: str, compiler: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -88,7 +88,7 @@ def test_freed_memory_is_kept_unless_the_user_sets_malloc(
     assert share < 0.5 if kept else share > 0.9
 
 
-@pytest.mark.default_tier("1")
+@pytest.mark.full
 @needs_glibc
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_loader_with_workers_releases_what_is_kept(workers: int) -> None:

@@ -197,6 +197,7 @@ class Identity(nn.Module):
         return self.project(tokens)
 
 
+@pytest.mark.full
 def test_bad_input_is_told(
     config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -176,6 +176,7 @@ def distance(first: dict[int, Detections], second: dict[int, Detections]) -> flo
     return max(float((first[i].scores - second[i].scores).abs().max()) for i in first)
 
 
+@pytest.mark.full
 def test_both_arms_of_mini_batch_inference_see_the_same_batches(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(detection, "CocoEvaluator", Kept)
     run = loaded(trained(config, "run", "model.name=deformable_detr", "model.backbone.strides=[16,32]"))
@@ -238,6 +239,7 @@ def test_mini_batch_inference_measures_masks_too(config: Path) -> None:
     assert found.without.keys() == found.attended.keys()
 
 
+@pytest.mark.full
 def test_without_attention_between_images_there_is_no_mini_batch_inference(
     config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

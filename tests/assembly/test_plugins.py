@@ -141,6 +141,7 @@ def test_without_them_there_is_nothing_of_them() -> None:
     assert isinstance(build_detector_criterion(context, build_model(context, 3)), SetCriterion), "no loss to add"
 
 
+@pytest.mark.default_tier("detr", "rtdetr", "deformable_detr_two_stage")
 @every_detector
 @pytest.mark.parametrize("weight", [1.0, 0.25])
 def test_the_loss_is_added_to_those_of_the_set_criterion_and_trains_the_encoder(name: str, weight: float) -> None:
@@ -198,6 +199,7 @@ def test_padding_is_left_out_of_the_mean(name: str) -> None:
     assert not torch.allclose(single.logits, plain.logits, atol=1e-2)
 
 
+@pytest.mark.default_tier("detr", "rtdetr", "deformable_detr_two_stage")
 @every_detector
 @pytest.mark.parametrize("variant", ["abs", "all"])
 def test_recomputed_layers_give_the_same_bits(name: str, variant: str) -> None:

@@ -111,6 +111,7 @@ def test_outputs_gradients_and_names_are_those_of_the_library(name: str) -> None
     assert all(module.training for module in body.modules())
 
 
+@pytest.mark.full
 def test_weights_kept_in_inference_follow_every_change() -> None:
     network = reference("timm:tf_efficientnet_lite0")
     body = folded(network)

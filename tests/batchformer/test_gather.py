@@ -54,7 +54,7 @@ def share(sizes: tuple[int, ...], changes: dict[str, object]) -> dict[str, Any]:
     return run(rows(images(sum(sizes)), start, start + sizes[distributed.rank()]), **changes)
 
 
-@pytest.mark.default_tier("changes0-2", "changes1-2", "changes2-2")
+@pytest.mark.default_tier("changes0-2", "changes2-2")
 @pytest.mark.parametrize("count", PER_PROCESS)
 @pytest.mark.parametrize("changes", [{}, {"mask_padding": True}, {"mode": "single_stream", "shared": False}])
 def test_several_processes_equal_one_with_all_images(count: int, changes: dict[str, object]) -> None:
@@ -90,7 +90,7 @@ def share_pooled(sizes: tuple[int, ...], shared_classifier: bool) -> dict[str, A
     return run_pooled(here.clone(), shared_classifier)
 
 
-@pytest.mark.default_tier("True-2", "False-2")
+@pytest.mark.default_tier("True-2")
 @pytest.mark.parametrize("count", PER_PROCESS)
 @pytest.mark.parametrize("shared_classifier", [True, False])
 def test_pooled_features_of_several_processes_equal_those_of_one(count: int, shared_classifier: bool) -> None:

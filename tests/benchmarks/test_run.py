@@ -32,6 +32,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "MATCHING_SIZES", ((2, 12),))
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("tiny")
 def test_everything_is_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "results" / "tiny.json"

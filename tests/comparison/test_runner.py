@@ -188,6 +188,7 @@ def test_cells_are_trained_seed_by_seed_with_one_thread_each(file: Path, fake: C
     assert not times.exists(), "nothing is trained twice"
 
 
+@pytest.mark.full
 def test_jobs_and_threads_are_numbers_of_the_command_line(file: Path, fake: Callable[..., Path]) -> None:
     times = fake(seconds=1.0)
     assert run(file, "--jobs", "4", "--threads", "3") == 0

@@ -546,6 +546,7 @@ def test_the_decay_of_averaged_weights_rises_in_recipes_of_rtdetr_and_not_in_fin
         assert (average.enabled, average.decay, average.warmup_steps) == (True, 0.998, 0), name
 
 
+@pytest.mark.full
 def test_published_recipes_of_detectors_round_no_side_and_fine_tuning_does() -> None:
     for name in (name for name in RECIPES if name.split("/")[0] not in TASKS):
         if "coco" in load(name).data.train.images:

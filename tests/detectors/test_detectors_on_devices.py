@@ -68,6 +68,7 @@ def _noise_drawn_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch, name, draw_on_cpu)
 
 
+@pytest.mark.default_tier("detr", "rtdetr", "deformable_detr_two_stage")
 @on_devices
 @pytest.mark.parametrize("name", tiny.DETECTORS)
 def test_a_step_in_float32(device: torch.device, name: str) -> None:

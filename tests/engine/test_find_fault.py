@@ -37,6 +37,7 @@ def two_streams() -> TrainingStep:
     return step_of(tiny.model(batch_former=tiny.batch_former()))
 
 
+@pytest.mark.default_tier("detr", "rtdetr", "deformable_detr_two_stage")
 @pytest.mark.parametrize("name", tiny.DETECTORS)
 def test_a_healthy_step_has_no_fault(name: str) -> None:
     step = step_of(tiny.shaken(tiny.model(name, batch_former=tiny.batch_former())))

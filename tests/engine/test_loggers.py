@@ -292,6 +292,7 @@ def test_a_wrong_key_of_wandb_is_told_before_training(
         run_steps(folder, ("wandb",), range(1, 3))
 
 
+@pytest.mark.full
 def test_mlflow_gets_the_numbers_of_the_file_settings_and_pictures(folder: RunFolder, mlflow: ModuleType) -> None:
     run_steps(folder, ("mlflow",), range(1, 5))
     (run,) = mlflow_runs(mlflow, folder)

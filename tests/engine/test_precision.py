@@ -86,6 +86,7 @@ def trained(module: nn.Module, precision: torch.dtype) -> tuple[LossReport, Tens
     return report, torch.cat([gradient.flatten() for gradient in gradients if gradient is not None]) / SCALE
 
 
+@pytest.mark.default_tier("detr", "rtdetr", "dino")
 @every_detector
 @both_halves
 @pytest.mark.parametrize("masks", [False, True])

@@ -152,6 +152,7 @@ def test_every_rank_gets_the_same_flags() -> None:
     assert run_together(2, reduced) == [(2.0, 1.0, 1.0, 1.0, 2.0)] * 2
 
 
+@pytest.mark.default_tier("detr", "rtdetr", "deformable_detr_two_stage", "dn_detr")
 @pytest.mark.parametrize("name", tiny.DETECTORS)
 @pytest.mark.parametrize("objects", [(3, 0, 1), (0, 0, 0)])
 def test_every_parameter_gets_a_gradient_in_every_step(name: str, objects: tuple[int, ...]) -> None:

@@ -144,6 +144,7 @@ def test_freed_memory_is_kept_with_each_window_of_steps(tmp_path: Path, monkeypa
     assert processes == [1] * (2 * BATCHES // 2)
 
 
+@pytest.mark.full
 def test_the_time_of_a_step_is_without_evaluations_and_checkpoints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

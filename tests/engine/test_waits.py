@@ -65,6 +65,7 @@ def places(found: list[str]) -> list[str]:
     return [each.split(":")[0] for each in found if "losses/classification.py" not in each]
 
 
+@pytest.mark.default_tier("detr", "rtdetr", "deformable_detr_two_stage")
 @pytest.mark.parametrize("name", tiny.DETECTORS)
 @pytest.mark.parametrize("masks", [False, True])
 def test_a_step_of_a_detector_waits_for_the_matching_alone(name: str, masks: bool) -> None:

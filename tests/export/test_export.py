@@ -223,6 +223,7 @@ def test_onnxruntime_keeps_neither_the_cores_nor_a_second_block_of_memory(detr: 
     assert options.get_session_config_entry("session.force_spinning_stop") == "1"
 
 
+@pytest.mark.full
 def test_squares_of_a_fixed_size(tmp_path: Path) -> None:
     original = predictor("rtdetr", "data.transforms.square=64")
     original.export(tmp_path / "it.onnx", batch=1, size=(64, 64))
@@ -434,6 +435,7 @@ def test_the_score_of_a_file(
     assert after[kind[precision]] * narrow > 0.5 * before[onnx.TensorProto.FLOAT]
 
 
+@pytest.mark.full
 def test_half_precision_gives_nearly_the_same(measured: tuple[Predictor, Path, Path], tmp_path: Path) -> None:
     model = onnx.load(str(measured[1]))
     exact = exact_nodes(model.graph)
@@ -521,6 +523,7 @@ def test_calibration_files_are_spread_over_the_folder(tmp_path: Path) -> None:
         predictor().export(tmp_path / "it.onnx", precision="int4")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("precision", ["float32", "float16", "int8"])
 def test_the_score_of_an_openvino_file(
     precision: str,

@@ -106,6 +106,13 @@ def random_state(case: Case) -> dict[str, Tensor]:
     return state
 
 
+@pytest.mark.default_tier(
+    "detr_resnet50_panoptic",
+    "rtdetrv2_r50vd_6x_coco",
+    "bf_deformable_resnet50_i0_shared",
+    "dino_resnet50_4scale",
+    "smca_resnet50_type3",
+)
 def test_every_key_has_its_place_in_our_model(listed: Case) -> None:
     with torch.device("meta"):
         state = {name: torch.empty(shape) for name, shape in their_shapes(listed).items()}
@@ -113,6 +120,13 @@ def test_every_key_has_its_place_in_our_model(listed: Case) -> None:
     assert shapes(mapped) == shapes(ours(listed, whole=True).state_dict())
 
 
+@pytest.mark.default_tier(
+    "detr_resnet50_panoptic",
+    "rtdetrv2_r50vd_6x_coco",
+    "bf_deformable_resnet50_i0_shared",
+    "dino_resnet50_4scale",
+    "smca_resnet50_type3",
+)
 def test_our_model_has_exactly_their_keys(listed: Case) -> None:
     theirs = their_shapes(listed)
     state = ours(listed, whole=True).state_dict()

@@ -236,6 +236,7 @@ def test_settings_of_the_user_replace_those_chosen(photos: Path, tiny: str, tmp_
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.full
 def test_names_that_yaml_would_read_otherwise(
     photos: Path, tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -500,6 +500,7 @@ def test_half_precision_is_near(checkpoint: Path) -> None:
     assert half.boxes.dtype == torch.float32
 
 
+@pytest.mark.full
 def test_evaluation_is_that_of_the_command(
     checkpoint: Path, coco_folder: Callable[..., SimpleNamespace], tmp_path: Path
 ) -> None:

@@ -37,6 +37,7 @@ def state_for(form: str, name: str = "detr", **changes: object) -> dict[str, Ten
     return state_of(name, **changes) | body() | (MASK_HEAD if form.endswith("panoptic") else {})
 
 
+@pytest.mark.default_tier("detr", "rtdetr", "deformable_detr_two_stage")
 @pytest.mark.parametrize("name", DETECTORS)
 def test_the_adapter_holds_our_names_in_its_detector(name: str) -> None:
     state = state_of(name) | body() | MASK_HEAD
@@ -45,6 +46,7 @@ def test_the_adapter_holds_our_names_in_its_detector(name: str) -> None:
     assert_same(from_foreign(written, "x"), state)
 
 
+@pytest.mark.default_tier("detr", "rtdetr", "deformable_detr_two_stage")
 @pytest.mark.parametrize(
     ("form", "name"), [*[("detectron2_resnet", name) for name in DETECTORS], *[(form, "detr") for form in WITH_RESNET]]
 )

@@ -59,7 +59,7 @@ def saved(tmp_path: Path) -> Callable[..., Path]:
     return save
 
 
-@pytest.mark.default_tier("detr", "rtdetr")
+@pytest.mark.default_tier("rtdetr")
 @pytest.mark.parametrize("case", CASES)
 def test_a_folder_for_transformers_and_back(case: str, saved: Callable[..., Path], tmp_path: Path) -> None:
     recipe, more = CASES[case]
@@ -168,6 +168,7 @@ def edited(**changes: object) -> Callable[[Path], object]:
     return edit
 
 
+@pytest.mark.default_tier("edit-belongs to another architecture")
 @pytest.mark.parametrize(
     ("damage", "message"),
     [

@@ -126,6 +126,7 @@ def test_the_kernels_of_this_checkout_are_built_and_used() -> None:
     assert "(WRONG)" not in done.stdout
 
 
+@pytest.mark.full
 def test_the_reference_on_request() -> None:
     environment = os.environ | {"DETR_BF_OPS": "reference"}
     command = [sys.executable, "-m", "detr_bf.ops"]

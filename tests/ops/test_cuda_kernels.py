@@ -277,7 +277,7 @@ IN_PATCHES = [
 ]
 
 
-@pytest.mark.default_tier("float32-B2Q49H2D33L3P3", "bfloat16-B2Q52H3D32L4P4")
+@pytest.mark.full
 @pytest.mark.parametrize("case", IN_PATCHES, ids=str)
 def test_patches_of_queries(library: ctypes.CDLL, case: Case) -> None:
     """Each row is computed as without patches, so it has the same bits; the order of atomic additions differs."""
@@ -290,6 +290,7 @@ def test_patches_of_queries(library: ctypes.CDLL, case: Case) -> None:
         assert torch.equal(one, other)
 
 
+@pytest.mark.full
 def test_patches_are_used_only_if_the_queries_are_the_cells(library: ctypes.CDLL) -> None:
     """The order of the additions to memory, and so the rounding of the gradient of value, tells which kernel ran."""
 

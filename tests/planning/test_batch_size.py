@@ -172,6 +172,7 @@ def test_a_cpu_keeps_the_batch_and_says_so(data: list[str], caplog: pytest.LogCa
     assert "on a CPU batch_size=3 stays as it is" in caplog.text
 
 
+@pytest.mark.full
 def test_a_run_stores_what_it_chose_and_resumes_with_it(
     data: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -468,6 +468,7 @@ def test_half_precision_is_faster_where_there_are_tensor_cores() -> None:
     assert {"half", "float32"} <= kinds
 
 
+@pytest.mark.full
 def test_what_does_not_fit_says_so_and_what_would_help() -> None:
     """Every proposal is planned, extends the previous one, needs less memory, and the last one fits."""
     settings = (*DETECTORS["deformable_detr_two_stage"], "model.feedforward_dim=2048", "train.batch_size=4")
@@ -584,6 +585,7 @@ def recipes() -> Sequence[str]:
 REPRESENTATIVE = ("demo.yaml", "panoptic/panoptic_detr_r50_bfv2.yaml", "smca/smca_multi_scale_r50.yaml")
 
 
+@pytest.mark.default_tier("demo.yaml0")
 @pytest.mark.parametrize("name", [*REPRESENTATIVE, *(pytest.param(name, marks=pytest.mark.slow) for name in recipes())])
 def test_every_recipe_is_planned(name: str) -> None:
     path = CONFIGS / name

@@ -326,7 +326,7 @@ def in_a_group(name: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     return alone, gradients(DistributedDataParallel(Step(model)), images, classes)
 
 
-@pytest.mark.default_tier("batchformer_v2", "diverse_patch", "relative_localization_all")
+@pytest.mark.default_tier("batchformer_v2")
 @every_plugin
 def test_processes_take_the_mean_of_their_gradients(name: str) -> None:
     (first, together), (second, also_together) = run_together(2, in_a_group, name)
@@ -353,6 +353,7 @@ def with_gathering(name: str, whole: bool, checkpointing: bool) -> dict[str, Ten
     return gradients(DistributedDataParallel(Step(model)), images[rank::2], classes[rank::2])
 
 
+@pytest.mark.default_tier("True-batchformer_v2")
 @pytest.mark.parametrize("name", GATHERING)
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_gathering_processes_are_as_one_with_all_images(name: str, checkpointing: bool) -> None:

@@ -12,6 +12,7 @@ from detr_bf.commands import main
 from tests.tools.test_predict import weights as weights  # a fixture: the checkpoint of a tiny detector
 
 
+@pytest.mark.full
 def test_a_run_is_timed_and_measured(weights: Path, tmp_path: Path) -> None:
     written = tmp_path / "bench.json"
     arguments = ["--batch-sizes", "2", "--threads", "1", "--rounds", "2", "--device", "cpu", "--output", str(written)]

@@ -107,6 +107,7 @@ def detector(tmp_path: Path, coco_folder: Callable[..., SimpleNamespace], monkey
     return [f"data.train.images={data.images}", f"data.train.annotations={data.annotations}", "data.workers=0"]
 
 
+@pytest.mark.full
 def test_training_images_are_drawn_with_each_augmentation(
     detector: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

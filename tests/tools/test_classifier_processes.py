@@ -61,6 +61,7 @@ def furthest(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     return max((one[name].double() - other[name].double()).abs().max().item() for name in one)
 
 
+@pytest.mark.default_tier("plain")
 @pytest.mark.parametrize("name", marked(*WITHOUT_CHANCE))
 def test_two_processes_train_as_one_with_the_images_of_both(name: str, tmp_path: Path) -> None:
     config, settings = str(classifier_config(tmp_path)), [*EXACT, "train.epochs=1", *WITHOUT_CHANCE[name]]

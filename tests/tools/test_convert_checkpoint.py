@@ -312,6 +312,7 @@ def test_classes_go_with_conversion_alone() -> None:
     assert caught.value.code == 2
 
 
+@pytest.mark.full
 def test_a_stripped_checkpoint_is_not_written_where_it_could_not_be_read(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

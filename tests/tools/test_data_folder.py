@@ -44,6 +44,7 @@ def results(folder: Path) -> list[dict[str, object]]:
     return found
 
 
+@pytest.mark.full
 def test_a_run_on_a_fold_is_evaluated_on_the_same_images(
     config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

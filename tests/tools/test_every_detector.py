@@ -45,7 +45,7 @@ KINDS = [
 ]
 
 
-@pytest.mark.default_tier("detr", "rtdetr")
+@pytest.mark.default_tier("detr")
 @pytest.mark.parametrize(("name", "with_batch_former"), KINDS)
 def test_trains_evaluates_predicts_resumes(name: str, with_batch_former: bool, tiny: Path, tmp_path: Path) -> None:
     settings = [*DETECTORS[name], f"batch_former.enabled={str(with_batch_former).lower()}", "eval.pictures=0"]

@@ -192,6 +192,7 @@ def test_evaluation_of_foreign_weights_has_a_folder_of_its_own(
     assert "holds an evaluation" in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_evaluation_with_the_config_of_a_run_means_that_run_and_not_its_parent(
     tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

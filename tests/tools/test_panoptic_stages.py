@@ -116,6 +116,7 @@ def test_evaluation_alone_gives_the_same_numbers(stuff: SimpleNamespace) -> None
     assert trained["panoptic"]["num_images"] == 4
 
 
+@pytest.mark.full
 def test_the_mask_stage_resumes_to_the_same_bits(stuff: SimpleNamespace) -> None:
     assert run(stuff, "boxes", "train.epochs=1") == 0
     stage = [*FROZEN, f"init_from={stuff.folder / 'boxes'}"]
@@ -145,6 +146,7 @@ def test_weights_whose_classes_are_category_ids(stuff: SimpleNamespace) -> None:
     assert theirs["per_class"]["stuff100"] == trained["per_class"]["stuff100"]
 
 
+@pytest.mark.full
 def test_predictions(stuff: SimpleNamespace) -> None:
     assert run(stuff, "joint", *MASKS) == 0
     output, image = stuff.folder / "found", stuff.val.images / "0101.png"

@@ -137,6 +137,7 @@ def test_without_a_config_the_defaults_are_planned(capsys: pytest.CaptureFixture
     assert "published for 16 images a step (--published-batch), here 8, x 0.5" in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_runs_by_itself_and_says_nothing_else(tiny: Path) -> None:
     done = subprocess.run(
         [sys.executable, "tools/plan.py", "--config", str(tiny)], cwd=ROOT, capture_output=True, text=True, check=True

@@ -109,6 +109,7 @@ def test_it_trains_resumes_to_the_same_bits_and_evaluates(name: str, tiny: Path,
     assert evaluation(whole) == trained
 
 
+@pytest.mark.full
 def test_experts_train_resume_evaluate_and_predict(
     tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -180,7 +181,7 @@ def test_what_a_run_leaves(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert not (run / "eval-last" / "pictures" / "suspects.jpg").exists()
 
 
-@pytest.mark.default_tier("train.ema.enabled=false")
+@pytest.mark.full
 @pytest.mark.parametrize("average", ["train.ema.enabled=false", "train.ema.decay=0.98"])
 def test_it_learns_the_digits(average: str, tiny: Path, tmp_path: Path) -> None:
     """Also with averaged weights, whose batch norms need their own statistics."""

@@ -485,6 +485,7 @@ def test_a_loss_that_is_not_finite_stops_with_names(
     assert "loss_ce" in said
 
 
+@pytest.mark.full
 def test_predictor_and_predict_tool(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with_report(tiny)
     train_net(["--config", str(tiny), "train.max_steps=2"])
