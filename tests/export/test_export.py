@@ -458,6 +458,7 @@ def test_a_file_that_is_not_finite_is_refused_in_every_precision() -> None:
     assert parity.Comparison(1, (64, 64), False, {"logits": 9.0}, None).beyond == []
 
 
+@pytest.mark.full
 def test_a_score_that_cannot_be_computed_does_not_stop_the_export(
     run_command: Path, measured: tuple[Predictor, Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -472,6 +473,7 @@ def test_a_score_that_cannot_be_computed_does_not_stop_the_export(
     assert "there is no annotation file" in line
 
 
+@pytest.mark.full
 def test_scores_that_are_not_compared(measured: tuple[Predictor, Path, Path], panoptic_folder: Any) -> None:
     original, path, data = measured
     (data / "images" / "2.png").rename(data / "2.png")
