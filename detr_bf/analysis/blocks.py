@@ -111,6 +111,9 @@ def measure_attention(model: nn.Module, batches: Iterable[LabelledImages], measu
 
     The weights are computed from the queries and keys after their norms, because fused kernels do not return them; they
     are those before dropout.
+
+    Raises:
+        InputError: the model is not a timm ViT with ordinary attention, or there are no images.
     """
     layers = attention_layers(model)
     patch_embed: Any = require_vit(model).patch_embed
@@ -151,6 +154,9 @@ def attention_entropy(model: nn.Module, batches: Iterable[LabelledImages]) -> La
 
     Mean and percentiles are over images, heads and query tokens. The class token is included as query and as key, so
     the bound is ln S.
+
+    Raises:
+        InputError: the model is not a timm ViT with ordinary attention, or there are no images.
     """
     return _entropy(model, batches, slice(None))
 
@@ -195,6 +201,9 @@ def attention_distance(model: nn.Module, batches: Iterable[LabelledImages]) -> L
     percentiles are over images, heads and patches i; the mean over all pairs is P - 1 times smaller. Class,
     distillation and register tokens have no position and are left out as queries and keys; attention to them counts as
     distance 0, because the weights a_ij are not normalised again.
+
+    Raises:
+        InputError: the model is not a timm ViT with ordinary attention, or there are no images.
     """
     prefix = require_vit(model).num_prefix_tokens
 

@@ -157,7 +157,11 @@ def _source(model: nn.Module, images: Tensor) -> nn.Module:
 
 
 def draw_grad_cam(runs: Mapping[str, CamSheet]) -> Figure:
-    """Draw the images, and for each run the heat over them with the probability of the class."""
+    """Draw the images, and for each run the heat over them with the probability of the class.
+
+    Raises:
+        InputError: the runs have different images.
+    """
     columns = _image_column(runs)
     for name, sheet in runs.items():
         captions = (f"{printable(image.predicted, limit=18)}, p = {image.probability:.2f}" for image in sheet.images)
@@ -248,7 +252,11 @@ def feature_maps(
 
 
 def draw_feature_maps(runs: Mapping[str, FeatureMaps]) -> Figure:
-    """Draw the images, and for each run both maps, each scaled from its minimum to its maximum."""
+    """Draw the images, and for each run both maps, each scaled from its minimum to its maximum.
+
+    Raises:
+        InputError: the runs have different images.
+    """
     columns = _image_column(runs)
     for name, maps in runs.items():
         columns[f"{name}\nclean stream"] = [Cell(image.picture, heat=image.clean) for image in maps.images]

@@ -60,7 +60,11 @@ def accuracy_curve(
     strength: str,
     strengths: Sequence[float],
 ) -> AccuracyCurve:
-    """Measure accuracy in evaluation mode; ``corrupt`` returns the images of a batch once per strength."""
+    """Measure accuracy in evaluation mode; ``corrupt`` returns the images of a batch once per strength.
+
+    Raises:
+        InputError: there are no images, or labels are outside the classes.
+    """
     right, images = [0] * len(strengths), 0
     with evaluating(model):
         for batch in moved(batches, model):
@@ -157,6 +161,9 @@ def occlusion(
     Args:
         pixels: how images were normalised.
         sides: of the square, from 0 to 1 times the image's sides.
+
+    Raises:
+        InputError: there are no images, or labels are outside the classes.
     """
 
     def corrupt(batch: LabelledImages) -> Iterator[Tensor]:

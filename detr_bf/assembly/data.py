@@ -211,6 +211,9 @@ def check_enough_tokens(config: DetectionConfig, data: CocoDetection, split: str
 
     The sizes are those of the annotations, after the transforms; images without a size are not checked. The padding of
     a batch may add tokens, but need not.
+
+    Raises:
+        InputError: an image may have too few tokens.
     """
     model, transforms, kind = config.model, config.data.transforms, detector_named(config.model.name)
     two_stage = kind.two_stage is not None and attrgetter(kind.two_stage)(model)

@@ -180,7 +180,11 @@ def build_batch_former(config: DetectionConfig) -> BatchFormerV2 | None:
 
 
 def _batch_former_places(model: ModelConfig, layers: Sequence[int]) -> tuple[int, int]:
-    """Return the width of the tokens at the insertions and the number of possible places."""
+    """Return the width of the tokens at the insertions and the number of possible places.
+
+    Raises:
+        InputError: the tokens have different widths at the insertions.
+    """
     encoder_width = detector_named(model.name).encoder_width
     if encoder_width is None:
         return model.hidden_dim, model.encoder_layers

@@ -72,7 +72,11 @@ def _warn_of_slow_fp16() -> None:
 
 
 def check_same_classes(class_map: ClassMap, resume_from: Checkpoint | None, folder: RunFolder) -> None:
-    """Refuse to go on with a checkpoint of other classes than the data have."""
+    """Refuse to go on with a checkpoint of other classes than the data have.
+
+    Raises:
+        InputError: it has others; the first few that differ are named.
+    """
     if resume_from is not None and resume_from.classes != class_map:
         raise InputError(
             f"{folder.last} was trained on other classes than the data now have: "

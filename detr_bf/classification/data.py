@@ -135,7 +135,11 @@ def require_two_classes(splits: LabelledSplits) -> None:
 
 
 def require_no_flips(splits: LabelledSplits, name: str, horizontal_flip: float) -> None:
-    """Check that training does not flip images of a data set, ``data.name``, in which a flip changes the class."""
+    """Check that training does not flip images of a data set, ``data.name``, in which a flip changes the class.
+
+    Raises:
+        InputError: such images would be flipped.
+    """
     if splits.mirrored and horizontal_flip > 0:
         raise InputError(
             f"data.name={name}: {splits.mirrored}, and data.transforms.horizontal_flip={horizontal_flip:g} mirrors "

@@ -156,6 +156,9 @@ def check_batch_norm(network: nn.Module, *, image_size: int, rows: int) -> None:
     """Check that a training batch of ``rows`` images per rank gives batch norm two or more values per channel.
 
     The network is left in training mode; its statistics do not change.
+
+    Raises:
+        InputError: a batch norm would get a single value.
     """
     if rows != 1:  # the loader reports batches without images
         return

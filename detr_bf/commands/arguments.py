@@ -42,7 +42,11 @@ def command_parser(description: str, epilog: str | None = None) -> argparse.Argu
 
 
 def check_run(given: str) -> None:
-    """Check that ``RUN`` is a file or folder, published weights, or an address of the Hugging Face Hub."""
+    """Check that ``RUN`` is a file or folder, published weights, or an address of the Hugging Face Hub.
+
+    Raises:
+        InputError: it is none of them.
+    """
     path = Path(given).expanduser()
     if is_file(path) or is_folder(path) or published(given) or is_hub_address(given):
         return

@@ -80,7 +80,11 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _images(folder: Path | None, number: int) -> tuple[list[Tensor], str]:
-    """Return ``number`` images as (3, H, W) uint8 tensors, repeated if the folder has fewer, and their description."""
+    """Return ``number`` images as (3, H, W) uint8 tensors, repeated if the folder has fewer, and their description.
+
+    Raises:
+        InputError: the folder has no images, or one cannot be read.
+    """
     if folder is None:
         return synthetic_images(number), "synthetic images"
     read = [read_image(file) for file in islice(image_files([folder]), number)]

@@ -109,6 +109,9 @@ def _run_video(options: argparse.Namespace, output: Output, threshold: float | s
     """Write a line of JSON for each frame; the exit code is 1 if the video is damaged after some of them.
 
     Ctrl-C and SIGTERM end the video, as a stream has no other end: the frames before are written.
+
+    Raises:
+        InputError: another input is given, an option is for images, or no frame can be read.
     """
     if len(options.inputs) > 1:
         raise InputError("a video must be the only input: give one video, or images without it")
@@ -324,7 +327,11 @@ class Output:
 
 
 def _inputs(given: Sequence[str]) -> Iterator[Path]:
-    """Yield files and folders: patterns are replaced by what they match, - by the lines of standard input."""
+    """Yield files and folders: patterns are replaced by what they match, - by the lines of standard input.
+
+    Raises:
+        InputError: a pattern matches nothing, or there are no lines.
+    """
     for text in given:
         if text == "-":
             lines = [line for line in os.fsdecode(sys.stdin.buffer.read()).split("\n") if line]

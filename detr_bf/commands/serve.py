@@ -55,7 +55,11 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _token(file: Path | None) -> str | None:
-    """Return the token of the file or of the environment; None if neither is given."""
+    """Return the token of the file or of the environment; None if neither is given.
+
+    Raises:
+        InputError: both are given, the file cannot be read, or the token is empty.
+    """
     from_environment = os.environ.get(TOKEN_VARIABLE)
     if file is None:
         return from_environment

@@ -152,7 +152,11 @@ def extended(files: Sequence[str | UserFile]) -> Iterator[None]:
 
 
 def _find(entry: str) -> UserFile:
-    """Return the file named by the user that an entry of ``plugins.files`` means."""
+    """Return the file named by the user that an entry of ``plugins.files`` means.
+
+    Raises:
+        InputError: the user has not named it.
+    """
     use_plugins(*filter(None, os.environ.get(VARIABLE, "").split(os.pathsep)))
     stored, _, digest = entry.partition(_DIGEST)
     name = Path(stored).name

@@ -351,7 +351,11 @@ def read_torch(path: str | Path, *, own: bool = False) -> Any:
 
 
 def check_sums(path: Path) -> None:
-    """Compare every part of a zip archive of ``torch.save`` with its CRC-32."""
+    """Compare every part of a zip archive of ``torch.save`` with its CRC-32.
+
+    Raises:
+        InputError: the file is missing, truncated, not a zip archive, or damaged.
+    """
     path = readable_file(path)
     try:
         with zipfile.ZipFile(path) as parts:

@@ -101,7 +101,11 @@ def load_checkpoint(path: Path) -> Checkpoint:
 
 
 def check_stored(config: Any, class_map: Any, path: Path) -> None:
-    """Check the stored config, which must be plain data, and the stored class map."""
+    """Check the stored config, which must be plain data, and the stored class map.
+
+    Raises:
+        InputError: one of them has another structure.
+    """
     _check_plain(_mapping(config, "config", path), "config", path)
     classes = _mapping(class_map, "class_map", path)
     columns: list[Any] = [classes.get(name) for name in ("category_ids", "names", "is_thing")]

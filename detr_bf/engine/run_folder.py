@@ -77,7 +77,7 @@ class CreatedFiles:
                     self._created[path] = _identity(path)
 
     def check_not_overwriting(self, *paths: Path) -> None:
-        """Refuse to overwrite files that have appeared since the folder was locked."""
+        """Refuse to overwrite files that have appeared since the folder was locked (InputError: there is one)."""
         for path in paths:
             if path not in self._existing and path not in self._created and path.exists():
                 raise InputError(f"{path} was just created by another program and would be overwritten: move it away")
@@ -237,7 +237,7 @@ class RunFolder:
             ) from error
 
     def check_no_foreign_files(self) -> None:
-        """Refuse a folder without marker that holds files a run would overwrite."""
+        """Refuse a folder without marker that holds files a run would overwrite (InputError: there are such files)."""
         if self.marker.exists():
             return
         epochs = self.path.glob(self.epoch(0).name.replace("0000", "*"))

@@ -160,7 +160,11 @@ class Trainer:
         self._ddp_step: nn.Module = self.step
 
     def _resume(self, checkpoint: Checkpoint) -> None:
-        """Restore the state; with another batch size go on at the next whole step of the epoch."""
+        """Restore the state; with another batch size go on at the next whole step of the epoch.
+
+        Raises:
+            InputError: the checkpoint cannot be resumed, or more epochs are done than the settings have.
+        """
         self.state.restore(checkpoint, self.settings.seed)
         progress, epochs = self.progress, self.settings.epochs
         if (progress.epoch, progress.images) > (epochs, 0):

@@ -173,7 +173,11 @@ def _onnx(
 
 
 def _openvino(onnx_model: Any, outputs: Sequence[str], *, half: bool) -> Save:
-    """Return a function that writes an ONNX model in the form of OpenVINO, with ``half`` weights in float16."""
+    """Return a function that writes an ONNX model in the form of OpenVINO, with ``half`` weights in float16.
+
+    Raises:
+        InputError: OpenVINO cannot convert the model.
+    """
     own: dict[str, Any] = {"outputs": list(outputs), "selections": selection_names(onnx_model)}
     del onnx_model.metadata_props[:]  # they would be converted as well
     try:

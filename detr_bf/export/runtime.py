@@ -337,7 +337,11 @@ def machine_features() -> dict[str, Any]:
 
 
 def file_detector(path: Path) -> FileDetector:
-    """Return the detector of a file that ``detr-bf export`` wrote, by the suffix of its name."""
+    """Return the detector of a file that ``detr-bf export`` wrote, by the suffix of its name.
+
+    Raises:
+        InputError: it cannot be read, or see the classes of detectors.
+    """
     detector: FileDetector
     if path.suffix == PACKAGE_SUFFIX:
         detector = PackageDetector(path)
@@ -354,7 +358,11 @@ def file_detector(path: Path) -> FileDetector:
 
 
 def _reopened(path: Path, metadata: Mapping[str, Any]) -> FileDetector:
-    """Return the detector of a pickle, which holds the path and the metadata of its file."""
+    """Return the detector of a pickle, which holds the path and the metadata of its file.
+
+    Raises:
+        InputError: the file is missing, or another one with other metadata.
+    """
     detector = file_detector(path)
     if detector.metadata != metadata:
         raise InputError(f"{printable(path)} has changed since its detector was pickled: load it again")

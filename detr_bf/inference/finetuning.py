@@ -121,7 +121,11 @@ def fine_tuned(
     overrides: Sequence[str],
     dry_run: bool,
 ) -> tuple[DetectionConfig, Outcome | str | None]:
-    """Train or try as :func:`finetune` describes; return the config and the result (None on ranks other than 0)."""
+    """Train or try as :func:`finetune` describes; return the config and the result (None on ranks other than 0).
+
+    Raises:
+        InputError: for anything that can be corrected, before the first step.
+    """
     if not str(output).strip():
         raise InputError("finetune needs the folder of the run: output='runs/mine'")
     if dry_run and resume:
@@ -152,6 +156,9 @@ def fine_tuning_files(model: str) -> tuple[list[Path], list[str]]:
 
     These are the settings of a file of the user, without those it inherits and without paths of data and run. Of a
     packaged config there are none.
+
+    Raises:
+        InputError: there is no such config.
     """
     packaged = packaged_configs()
     path = packaged.get(model) or recipe_file(model)

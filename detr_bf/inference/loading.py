@@ -77,7 +77,11 @@ def recipe_config(name: str, overrides: Sequence[str] = ()) -> DetectionConfig:
 
 
 def recipe_file(name: str) -> Path:
-    """Return the file of a recipe of :func:`list_models`; ``name`` may also be that of a YAML file."""
+    """Return the file of a recipe of :func:`list_models`; ``name`` may also be that of a YAML file.
+
+    Raises:
+        InputError: no such recipe.
+    """
     if not isinstance(name, str):
         raise InputError(f"a model is the name of a recipe, see detr_bf.list_models(), not {printable(repr(name))}")
     if name.endswith((".yaml", ".yml")):
@@ -168,7 +172,12 @@ def _detection_predictor(config: DetectionConfig, checkpoint: Checkpoint, source
 
 
 def _exported_predictor(path: Path, device: str) -> Predictor:
-    """Return the detector of a file that ``detr-bf export`` wrote; the code in a package runs."""
+    """Return the detector of a file that ``detr-bf export`` wrote; the code in a package runs.
+
+    Raises:
+        InputError: onnxruntime or openvino is not installed, the file is damaged, of another program or compiled
+            for another machine, or another device than that of the file is asked for.
+    """
     model = file_detector(path)
     values = model.metadata
     try:
@@ -233,7 +242,11 @@ def evaluated_run(
 
 
 def _evaluated_split(config: RunConfig, overrides: Sequence[str], folder: str | Path | None) -> list[str]:
-    """Return the settings of the validation images in another folder than that of the run."""
+    """Return the settings of the validation images in another folder than that of the run.
+
+    Raises:
+        InputError: the config is not of a detector, or the folder cannot be read.
+    """
     names = {override.partition("=")[0].strip() for override in overrides}
     if not isinstance(config, DetectionConfig):
         if folder is not None:
@@ -257,7 +270,11 @@ def _evaluated_split(config: RunConfig, overrides: Sequence[str], folder: str | 
 
 
 def _read_checkpoint(given: Path) -> tuple[Path, Checkpoint]:
-    """Return the file and the content of a checkpoint, run folder, saved folder or published weights."""
+    """Return the file and the content of a checkpoint, run folder, saved folder or published weights.
+
+    Raises:
+        InputError: see :func:`load`.
+    """
     weights = None if is_file(given) or is_folder(given) else published(str(given))
     if weights is not None:
         return _published_checkpoint(weights)
@@ -285,7 +302,11 @@ def without_counters(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _published_checkpoint(weights: PublishedWeights) -> tuple[Path, Checkpoint]:
-    """Return the file of published weights and a checkpoint of its detector on COCO."""
+    """Return the file of published weights and a checkpoint of its detector on COCO.
+
+    Raises:
+        InputError: the download failed, or the file is of another detector.
+    """
     source, config = get_published(weights), published_config(weights)
     classes = coco_classes(stuff=config.model.masks)
     rows = build_classification(config).num_logits(classes.num_classes)
@@ -304,7 +325,11 @@ def _published_checkpoint(weights: PublishedWeights) -> tuple[Path, Checkpoint]:
 
 
 def _transformers_checkpoint(folder: Path) -> tuple[Path, Checkpoint]:
-    """Return the weights file of a folder of transformers, and a checkpoint of its detector."""
+    """Return the weights file of a folder of transformers, and a checkpoint of its detector.
+
+    Raises:
+        InputError: the folder is damaged, or of a detector that is not here.
+    """
     recipe, settings, classes = read_transformers_config(folder)
     config = recipe_config(recipe, [*settings, "model.backbone.frozen_norm=true"])
     source = find_weights(folder)

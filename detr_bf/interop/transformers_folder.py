@@ -172,7 +172,11 @@ def _rtdetr_settings(model: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _their_backbone(library: Any, backbone: Mapping[str, Any]) -> Any:
-    """Return the configuration of the backbone: timm's ResNet, or transformers' ResNet-vd."""
+    """Return the configuration of the backbone: timm's ResNet, or transformers' ResNet-vd.
+
+    Raises:
+        InputError: transformers has no such network.
+    """
     name = backbone["name"]
     if name in _RESNETS_VD:
         kind, sizes, depths = _RESNETS_VD[name]
@@ -208,7 +212,11 @@ def _image_processor(library: Any, config: Mapping[str, Any]) -> Any:
 
 
 def _check_shapes(model_class: Any, their_config: Any, state: Mapping[str, Tensor], title: str) -> None:
-    """Compare names and shapes with those of their model."""
+    """Compare names and shapes with those of their model.
+
+    Raises:
+        InputError: they differ, as with settings that transformers does not have.
+    """
     with torch.device("meta"):
         expected = {key: tuple(value.shape) for key, value in model_class(their_config).state_dict().items()}
     found = {key: tuple(value.shape) for key, value in state.items()}

@@ -37,7 +37,11 @@ def under_our_names(state: Mapping[str, Tensor], source: str) -> dict[str, Tenso
 
 
 def read_state(path: Path) -> dict[str, Tensor]:
-    """Read weights under the names in the file; averaged weights are preferred."""
+    """Read weights under the names in the file; averaged weights are preferred.
+
+    Raises:
+        InputError: the file is missing, damaged or holds no weights.
+    """
     return state_in(read_content(path), path)
 
 
@@ -73,7 +77,11 @@ def write_weights(path: Path, weights: Mapping[str, Tensor], format_name: str | 
 
 
 def state_in(content: Any, path: Path) -> dict[str, Tensor]:
-    """Return the state dict in a checkpoint, or the content itself; averaged weights are preferred."""
+    """Return the state dict in a checkpoint, or the content itself; averaged weights are preferred.
+
+    Raises:
+        InputError: no state dict, or values that cannot be weights.
+    """
     for state in (*(_entry(content, name) for name in WRAPPERS), content):
         if isinstance(state, Mapping) and state and all(isinstance(tensor, Tensor) for tensor in state.values()):
             break

@@ -37,7 +37,11 @@ def task_of(config: RunConfig) -> Task[Any]:
 
 
 def require_task(checkpoint: Checkpoint, name: str, source: Path) -> None:
-    """Refuse a checkpoint of another task."""
+    """Refuse a checkpoint of another task.
+
+    Raises:
+        InputError: naming the option of ``detr-bf convert`` for the task that the checkpoint is of.
+    """
     found = checkpoint.config.get("task", "detection")
     if isinstance(found, str) and found in TASKS and found != name:
         task, expected = task_class(found), task_class(name)

@@ -309,6 +309,9 @@ def _weights_and_classes(config: DetectionConfig, source: Path) -> tuple[dict[st
 
     Weights with as many classes as the annotations are taken to have those, in the order of the ids; weights with more
     are taken to be numbered by category id, as in the authors' files.
+
+    Raises:
+        InputError: the classes cannot be found out.
     """
     if is_checkpoint(source):
         checkpoint = load_checkpoint(source)

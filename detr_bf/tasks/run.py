@@ -103,6 +103,9 @@ def dry_run_training(task: Task[Any]) -> str | None:
 
     Data and folder are checked, model, optimizer and evaluation are built, weights are loaded, and the first batch is
     read. Loggers are not started. Every rank calls this; ranks other than 0 get None.
+
+    Raises:
+        InputError: as :func:`train` does before the first step.
     """
     config, folder = task.config, RunFolder(Path(task.config.output_dir))
     with ExitStack() as stack:
@@ -201,7 +204,11 @@ def _locked(folder: RunFolder) -> Iterator[CreatedFiles]:
 
 
 def _check_folder(folder: RunFolder, resume: bool, resume_if_possible: bool) -> None:
-    """Check that a run may start or resume in the folder."""
+    """Check that a run may start or resume in the folder.
+
+    Raises:
+        InputError: the folder holds another run, an evaluation, or files of the user.
+    """
     marker = folder.read_marker()
     restarted = distributed.restart_count() > 0 and marker is not None and marker.launch == distributed.launch_id()
     holds_a_run = folder.holds_a_run()
@@ -312,7 +319,11 @@ def _evaluation_folder(output: Path, source: Path, evaluated: str) -> Path:
 def _describe(
     folder: RunFolder, created: CreatedFiles, config: RunConfig, statistics: Mapping[str, Any] | None
 ) -> None:
-    """Write the settings, the description of the machine, and the statistics of the data if there are any."""
+    """Write the settings, the description of the machine, and the statistics of the data if there are any.
+
+    Raises:
+        InputError: the files cannot be written.
+    """
     created.check_not_overwriting(folder.config, folder.machine, folder.data)
     try:
         write_text(folder.config, config_to_yaml(config))

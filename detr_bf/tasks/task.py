@@ -67,6 +67,9 @@ class Task(ABC, Generic[C]):
 
         Settings that contradict each other are told in this way before any image is read. Warnings of the parts come
         when they are built for training.
+
+        Raises:
+            InputError: there is no such model, loss, optimizer or transform.
         """
         before = logging.root.manager.disable
         logging.disable(logging.WARNING)
@@ -83,7 +86,11 @@ class Task(ABC, Generic[C]):
             logging.disable(before)
 
     def check(self) -> Mapping[str, Any] | None:
-        """Validate the data before anything is built (rank 0 only), and return their statistics."""
+        """Validate the data before anything is built (rank 0 only), and return their statistics.
+
+        Raises:
+            InputError: the data have errors.
+        """
         if not self.config.data.check:
             return self.describe_data()
         report = self.examine()

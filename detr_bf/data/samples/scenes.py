@@ -51,6 +51,9 @@ def build_scenes(
     Digit d has category id d + 1, stuff has ids from 11 on. ``{train,val}.json`` list the digits as COCO detection with
     masks, ``{train,val}_panoptic.json`` all classes as COCO panoptic. Digits and areas of textures are disjoint between
     the splits for every seed.
+
+    Raises:
+        InputError: a missing package, a value out of range, or a folder with other content.
     """
     output = output_path(output, "output")
     recipe = Recipe("scenes", 1, num_train, num_val, image_size, seed, object_size)
