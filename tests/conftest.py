@@ -212,22 +212,23 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark the cases ``full`` that ``default_tier`` of their function does not name.
 
-    A name is the id of a case, or one of the parts of the id, which "-" separates.
+    A name is the id of a case, or one of the parts of the id, which "-" separates. When files or folders are collected
+    as a whole, a name without a case is an error.
     """
-    left_out: dict[str, bool] = {}
+    unused: dict[str, set[str]] = {}
     for item in items:
         if marker := item.get_closest_marker("default_tier"):
             case = item.name.partition("[")[2].removesuffix("]")
-            full = not {case, *case.split("-")} & set(marker.args)
-            if full:
+            named = {case, *case.split("-")} & set(marker.args)
+            if not named:
                 item.add_marker("full")
-            function = item.nodeid.partition("[")[0]
-            left_out[function] = left_out.get(function, True) and full
-    if len(items) > 1000 and (functions := [function for function, all_of_it in left_out.items() if all_of_it]):
-        raise pytest.UsageError(f"default_tier names no case of {', '.join(functions)}")
+            unused.setdefault(item.nodeid.partition("[")[0], set(marker.args)).difference_update(named)
+    if any(unused.values()) and not any("::" in argument for argument in config.args):
+        wrong = "; ".join(f"{function}: {', '.join(sorted(names))}" for function, names in unused.items() if names)
+        raise pytest.UsageError(f"default_tier names cases that do not exist: {wrong}")
 
 
 MOST_SECONDS = 20.0  # of processor time, with child processes, of one test of `make test` and its fixtures

@@ -25,6 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import Queue
 from typing import NamedTuple
+from xml.etree import ElementTree
 
 ROOT = Path(__file__).parents[1]
 BUILD = ROOT / "build" / "mutants"
@@ -35,7 +36,7 @@ PARTS = {
     "evaluation": ("evaluation",),
     "export": ("export",),
 }
-FOLDERS = ("batchformer", "transformer", "detectors", "losses", "engine", "data", "evaluation", "export")
+FOLDERS = [folder for folders in PARTS.values() for folder in folders]
 MOST_TESTS = 40  # tests of a line that are tried, the fastest first
 SECONDS = 240  # limit of one run of tests; a change that makes them hang is found
 
@@ -46,14 +47,13 @@ _BINARY |= {ast.Mod: ast.FloorDiv, ast.Pow: ast.Mult, ast.BitAnd: ast.BitOr, ast
 
 
 class Mutant(NamedTuple):
-    """Change of one expression or statement; columns count characters."""
+    """Change of one expression or statement."""
 
     part: str
     file: str  # below the root of the project
     line: int
-    column: int
-    end_line: int
-    end_column: int
+    begin: int  # characters before the expression in its file
+    end: int
     before: str
     after: str
 
@@ -79,7 +79,7 @@ def mutants_of(part: str, file: str, source: str, covered: set[int]) -> Iterator
             if before and after and after != before:
                 begin, end = place(node.lineno, node.col_offset), place(node.end_lineno, node.end_col_offset)
                 assert source[begin:end] == before
-                yield Mutant(part, file, node.lineno, begin, node.end_lineno, end, before, after)
+                yield Mutant(part, file, node.lineno, begin, end, before, after)
 
 
 def _inside(node: ast.AST) -> Iterator[ast.expr | ast.stmt]:
@@ -110,8 +110,6 @@ def _changed(node: ast.expr | ast.stmt) -> str | None:
         new = ast.Constant(node.value + 1)
     elif isinstance(node, ast.IfExp):
         new = ast.IfExp(node.test, node.orelse, node.body)
-    elif isinstance(node, ast.If):
-        return None  # its condition is changed instead
     elif (isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)) or isinstance(node, ast.AugAssign):
         return "pass"
     elif isinstance(node, ast.Continue):
@@ -133,9 +131,7 @@ def cover() -> None:
 
 def tests_of_lines() -> dict[str, dict[int, list[str]]]:
     """Return the tests that execute each line, the fastest first, by file below the root."""
-    from xml.etree import ElementTree
-
-    from coverage import CoverageData
+    from coverage import CoverageData  # only this script needs it
 
     seconds: dict[str, float] = {}
     for case in ElementTree.parse(BUILD / "junit.xml").iter("testcase"):
@@ -210,7 +206,7 @@ def found(copy: Path, mutant: Mutant, tests: list[str], options: list[str]) -> b
     """Return whether a test fails, or does not end, with the change."""
     path = copy / mutant.file
     source = path.read_text(encoding="utf-8")
-    path.write_text(source[: mutant.column] + mutant.after + source[mutant.end_column :], encoding="utf-8")
+    path.write_text(source[: mutant.begin] + mutant.after + source[mutant.end :], encoding="utf-8")
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *options, *tests]
     environment = os.environ | {"PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     try:

@@ -92,6 +92,15 @@ def shapes(state: Mapping[str, Tensor]) -> Shapes:
     return {name: tuple(tensor.shape) for name, tensor in state.items()}
 
 
+in_default_tier = pytest.mark.default_tier(
+    "detr_resnet50_panoptic",
+    "rtdetrv2_r50vd_6x_coco",
+    "bf_deformable_resnet50_i0_shared",
+    "dino_resnet50_4scale",
+    "smca_resnet50_type3",
+)
+
+
 def their_shapes(case: Case) -> Shapes:
     state = case.manifest["state_dict"].items()
     return {name: tuple(shape) for name, shape in state if name not in OF_ONE_IMAGE_SIZE}
@@ -106,13 +115,7 @@ def random_state(case: Case) -> dict[str, Tensor]:
     return state
 
 
-@pytest.mark.default_tier(
-    "detr_resnet50_panoptic",
-    "rtdetrv2_r50vd_6x_coco",
-    "bf_deformable_resnet50_i0_shared",
-    "dino_resnet50_4scale",
-    "smca_resnet50_type3",
-)
+@in_default_tier
 def test_every_key_has_its_place_in_our_model(listed: Case) -> None:
     with torch.device("meta"):
         state = {name: torch.empty(shape) for name, shape in their_shapes(listed).items()}
@@ -120,13 +123,7 @@ def test_every_key_has_its_place_in_our_model(listed: Case) -> None:
     assert shapes(mapped) == shapes(ours(listed, whole=True).state_dict())
 
 
-@pytest.mark.default_tier(
-    "detr_resnet50_panoptic",
-    "rtdetrv2_r50vd_6x_coco",
-    "bf_deformable_resnet50_i0_shared",
-    "dino_resnet50_4scale",
-    "smca_resnet50_type3",
-)
+@in_default_tier
 def test_our_model_has_exactly_their_keys(listed: Case) -> None:
     theirs = their_shapes(listed)
     state = ours(listed, whole=True).state_dict()
@@ -135,13 +132,7 @@ def test_our_model_has_exactly_their_keys(listed: Case) -> None:
     assert shapes(to_foreign(state, form.name)) == theirs
 
 
-@pytest.mark.default_tier(
-    "detr_resnet50_panoptic",
-    "rtdetrv2_r50vd_6x_coco",
-    "bf_deformable_resnet50_i0_shared",
-    "dino_resnet50_4scale",
-    "smca_resnet50_type3",
-)
+@in_default_tier
 def test_round_trip_to_the_bit(listed: Case) -> None:
     state = random_state(listed)
     form = format_of(state)
