@@ -5,7 +5,6 @@ Shape legend: B images, L decoder layers, Q queries, K class logits, T objects o
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -189,20 +188,34 @@ def make_optimizer(config: DetectionConfig, model: Detector) -> torch.optim.Opti
 
 
 def setting_of(
-    recipe: str, options: argparse.Namespace, *overrides: str, height: int, width: int, batch_size: int
+    recipe: str, device: str, rounds: int, *overrides: str, height: int, width: int, batch_size: int
 ) -> Setting:
-    """Return the images and the recipe, a file below ``configs``, on the device and in the rounds of the options."""
-    preset = Preset(height, width, batch_size, (*overrides, f"device={options.device}"), CONFIGS / f"{recipe}.yaml")
-    return Setting(preset, device_of(preset.config().device), options.rounds)
+    """Return the images and the recipe, a file below ``configs``; an override may name another device."""
+    preset = Preset(height, width, batch_size, (f"device={device}", *overrides), CONFIGS / f"{recipe}.yaml")
+    return Setting(preset, device_of(preset.config().device), rounds)
 
 
-def make_step(setting: Setting) -> partial[None]:
-    """Build a model with the weights of the seed, and return its :func:`training_step`."""
+@dataclass
+class DetectorStep:
+    """Training step of a detector with one batch."""
+
+    model: Detector
+    optimizer: torch.optim.Optimizer
+    criterion: SetCriterion
+    batch: Batch
+    clip_norm: float
+
+    def __call__(self) -> None:
+        training_step(self.model, self.optimizer, self.criterion, self.batch, self.clip_norm)
+
+
+def make_step(setting: Setting) -> DetectorStep:
+    """Build a model with the weights of the seed, and return its training step."""
     config = setting.preset.config()
     torch.manual_seed(SEED)
     model = build_model(config, NUM_CLASSES).to(setting.device).train()
     optimizer, criterion = make_optimizer(config, model), build_criterion(config)
-    return partial(training_step, model, optimizer, criterion, make_batch(setting), config.optimizer.clip_norm)
+    return DetectorStep(model, optimizer, criterion, make_batch(setting), config.optimizer.clip_norm)
 
 
 def training_step(

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -66,10 +67,13 @@ def cells(spread: Spread) -> str:
     return f"{spread.median:.2f} | {spread.low:.2f} to {spread.high:.2f} |"
 
 
+_machine_info = cache(machine_info)  # once a run: a commit made meanwhile was not measured
+
+
 def circumstances(options: argparse.Namespace) -> dict[str, Any]:
     """Return machine, number of threads and options for JSON."""
     given = {key: value for key, value in vars(options).items() if key != "output"}
-    return {"machine": machine_info(), "threads": torch.get_num_threads(), **given}
+    return {"machine": _machine_info(), "threads": torch.get_num_threads(), **given}
 
 
 def moment(device: torch.device) -> Any:

@@ -85,13 +85,13 @@ def measure(recipe: str, options: argparse.Namespace) -> Iterator[Row]:
     size = {"height": options.height, "width": options.width, "batch_size": options.batch_size}
     steps, kept = {}, {}
     for name, path, override in (("baseline", BASELINE, WITHOUT), ("without", recipe, WITHOUT), ("with", recipe, WITH)):
-        setting = setting_of(path, options, override, **size)
+        setting = setting_of(path, options.device, options.rounds, override, **size)
         steps[name] = make_step(setting)
-        model, _, criterion, batch, _ = steps[name].args
-        kept[name] = bytes_kept(model, partial(_loss, model, criterion, batch))
+        step = steps[name]
+        kept[name] = bytes_kept(step.model, partial(_loss, step.model, step.criterion, step.batch))
     seconds = setting.time(steps, recipe, warmup=1)
     for name in ("without", "with"):
-        model = steps[name].args[0]
+        model = steps[name].model
         yield Row(
             recipe,
             name == "with",

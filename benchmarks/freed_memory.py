@@ -82,8 +82,7 @@ def measure(case: str, way: str) -> None:
 def call_of(case: str) -> Callable[[], object]:
     """Return a training step, or a forward pass in evaluation."""
     recipe, height, width, images, training = CASES[case]
-    options = argparse.Namespace(device="cpu", rounds=2)
-    setting = setting_of(recipe, options, height=height, width=width, batch_size=images)
+    setting = setting_of(recipe, "cpu", 2, height=height, width=width, batch_size=images)
     if training:
         return Step(setting, "float32")
     model = build_model(setting.preset.config(), NUM_CLASSES).eval()

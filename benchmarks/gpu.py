@@ -380,10 +380,10 @@ def training_ways(
 
 def _step(loss: Callable[[], Tensor], model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Run forward pass, loss, backward pass, clipping and optimizer step."""
+    from cases import update
+
     loss().backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+    update(model, optimizer, 0.1)
 
 
 def inference(phase: Phase) -> None:
@@ -417,9 +417,8 @@ def setting_of(phase: Phase, name: str, size: str, images: int) -> Any:
 
     transformers_library().utils.logging.disable_progress_bar()
     height, width = map(int, size.split("x"))
-    options = argparse.Namespace(device=str(phase.device), rounds=2)
     recipe = f"{name.partition('_r')[0]}/{name}"
-    return cases.setting_of(recipe, options, height=height, width=width, batch_size=images)
+    return cases.setting_of(recipe, str(phase.device), 2, height=height, width=width, batch_size=images)
 
 
 def _autocast(phase: Phase, precision: str) -> torch.autocast:

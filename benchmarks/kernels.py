@@ -50,11 +50,18 @@ class Row:
 
 def measure(recipe: str, options: argparse.Namespace) -> Iterator[Row]:
     """Measure with the references and with the kernels, in turn with the same model."""
-    setting = setting_of(recipe, options, height=options.height, width=options.width, batch_size=options.batch_size)
+    setting = setting_of(
+        recipe,
+        options.device,
+        options.rounds,
+        height=options.height,
+        width=options.width,
+        batch_size=options.batch_size,
+    )
     if not library.compiled(setting.device):
         raise InputError(f"no compiled kernels on {setting.device}: {library.PROBLEMS[setting.device.type]}")
     step = make_step(setting)
-    model, _, _, batch, _ = step.args
+    model, batch = step.model, step.batch
     for what, function in (("training step", step), ("inference", torch.no_grad()(partial(model, batch)))):
         model.train(function is step)
         contestants: dict[str, Callable[[], object]] = {

@@ -107,7 +107,7 @@ def run(options: argparse.Namespace) -> int:
     epochs = list(simulated_epochs(sizes, options.seeds, options.epochs))
     counts = [(*size, count) for size, count in Counter(sizes.images).items()]
     print_header("batch size", "buckets", "padding", "10th to 90th", "pixels / without buckets")
-    rows = measure(sizes, epochs, options)
+    rows = list(measure(sizes, epochs, options))  # the file may be the input of the next call: written once
     return print_and_write(rows, options, annotations=str(options.annotations), source=sizes.source, sizes=counts)
 
 

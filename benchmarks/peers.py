@@ -117,7 +117,12 @@ def settings(
         height, width = map(int, size.split("x"))
         title = f"{name}, {height} x {width}" + (f", B = {batch_size}" if step else "")
         changes = (*options.overrides, *overrides)
-        yield title, setting_of(recipe, options, *changes, height=height, width=width, batch_size=batch_size)
+        yield (
+            title,
+            setting_of(
+                recipe, options.device, options.rounds, *changes, height=height, width=width, batch_size=batch_size
+            ),
+        )
 
 
 def random_model(config: DetectionConfig) -> Detector:

@@ -85,8 +85,16 @@ def run(options: argparse.Namespace) -> int:
         f"memory {cpu.bandwidth:.1f} GB/s"
     )
     print_header(
-        *("", "planned, s", "measured, s", "planned / measured", "10th to 90th"),
-        *("planned, MiB", "allocated, MiB", "ratio", "resident, MiB", "ratio"),
+        "",
+        "planned, s",
+        "measured, s",
+        "planned / measured",
+        "10th to 90th",
+        "planned, MiB",
+        "allocated, MiB",
+        "ratio",
+        "resident, MiB",
+        "ratio",
     )
     rows = (measure(case, cpu, options.rounds) for case in options.cases)
     return print_and_write(rows, options, rates=asdict(cpu))
@@ -156,7 +164,7 @@ def print_memory(case: str) -> None:
         step()
     events = profiler.profiler.kineto_results.events()
     changes = sorted((each for each in events if each.name() == "[memory]"), key=lambda each: each.start_ns())
-    state = step.args[1].state.values()
+    state = step.optimizer.state.values()
     moments = sum(tensor.nbytes for values in state for tensor in values.values())
     print([moments + max(accumulate(change.nbytes() for change in changes)), resident])
 

@@ -92,8 +92,16 @@ def write_annotations(path: Path, images: int, objects: int) -> None:
             boxes = (random.random((objects, 4)) * (300, 200, 300, 200) + (0, 0, 5, 5)).tolist()
             labels = random.integers(1, CLASSES + 1, objects).tolist()
             entries = [
-                {"id": key, "iscrowd": 0, "isfake": 0, "area": bbox[2] * bbox[3], "isreflected": 0, "bbox": bbox}
-                | {"image_id": number, "category_id": label}
+                {
+                    "id": key,
+                    "iscrowd": 0,
+                    "isfake": 0,
+                    "area": bbox[2] * bbox[3],
+                    "isreflected": 0,
+                    "bbox": bbox,
+                    "image_id": number,
+                    "category_id": label,
+                }
                 for key, (bbox, label) in enumerate(zip(boxes, labels, strict=True), objects * (number - 1) + 1)
             ]
             file.write(f"{', ' if number > 1 else ''}{json.dumps(entries)[1:-1]}")
@@ -112,7 +120,7 @@ def _in_process(way: str, path: Path, checks: bool) -> dict[str, float]:
     return found
 
 
-def measure(way: str, path: str, checks: object = False) -> None:
+def measure(way: str, path: str, checks: str = "") -> None:
     """Read a file, print seconds and megabytes as JSON."""
     if way == "objects":
         coco.LARGE_FILE = 2**60

@@ -113,14 +113,16 @@ def measured_rows(options: argparse.Namespace) -> Iterator[Row | Comparison]:
     for precision, batch_size in product(options.precisions, options.batch_sizes):
         setting = make_setting(options, batch_size)
         release(setting.device)
+        rows: Sequence[Row | Comparison] = ()
         try:
-            yield from (
-                compare(options.compare, precision, setting) if options.compare else [measure(precision, setting)]
-            )
+            rows = compare(options.compare, precision, setting) if options.compare else [measure(precision, setting)]
         except RuntimeError as error:  # includes OutOfMemoryError
             if not isinstance(error, torch.OutOfMemoryError) and not any(sign in str(error) for sign in OUT_OF_MEMORY):
                 raise
-            yield Comparison("all", precision, batch_size) if options.compare else Row(precision, batch_size)
+        if not rows:
+            release(setting.device)  # after the exception, whose frames hold tensors
+            rows = [Comparison("all", precision, batch_size) if options.compare else Row(precision, batch_size)]
+        yield from rows
 
 
 def make_setting(options: argparse.Namespace, batch_size: int) -> Setting:

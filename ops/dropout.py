@@ -95,13 +95,14 @@ def _remember_of_relu(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None
     ctx.save_for_backward(output)
 
 
-def _gradient_of_relu(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None]:
-    (output,) = ctx.saved_tensors  # of the forward pass: says which elements are kept
-    return torch.ops.detr_bf.relu_dropout_backward(grad_output, output, ctx.p), None, None
+def _gradient_of_kept(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None]:
+    """Return the gradient of ``relu_dropout``, and of its own gradient, which is linear in its first argument."""
+    (of_forward,) = ctx.saved_tensors  # output of the forward pass: says which elements are kept
+    return torch.ops.detr_bf.relu_dropout_backward(grad_output, of_forward, ctx.p), None, None
 
 
 def _remember_of_gradient(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, of_forward, ctx.p = inputs  # the gradient is linear in its first argument
+    _, of_forward, ctx.p = inputs
     ctx.save_for_backward(of_forward)
 
 
@@ -109,7 +110,7 @@ if library.DECLARED:
     for _name in ("dropout_add", "relu_dropout", "relu_dropout_backward"):
         torch.library.register_fake(f"detr_bf::{_name}", _as_input)
     torch.library.register_autograd("detr_bf::dropout_add", _gradients_of_add, setup_context=_remember_of_add)
-    torch.library.register_autograd("detr_bf::relu_dropout", _gradient_of_relu, setup_context=_remember_of_relu)
+    torch.library.register_autograd("detr_bf::relu_dropout", _gradient_of_kept, setup_context=_remember_of_relu)
     torch.library.register_autograd(
-        "detr_bf::relu_dropout_backward", _gradient_of_relu, setup_context=_remember_of_gradient
+        "detr_bf::relu_dropout_backward", _gradient_of_kept, setup_context=_remember_of_gradient
     )

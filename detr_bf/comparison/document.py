@@ -79,7 +79,8 @@ def analyze(
     tables = _tables(records)
     found = resample(tables, resamples, seed)
     primary = primary or _PRIMARY[next(iter(tables.values())).kind]
-    if primary not in (measured := next(iter(found.values())).values):
+    measured = next(iter(found.values())).values
+    if primary not in measured:
         raise InputError(f"the primary metric '{printable(primary)}' was not measured; measured are {listed(measured)}")
     share = _test_share(records)
     planned = [] if contrasts_only else [(name, baseline) for name in present]
@@ -244,8 +245,12 @@ def _differences(
 def _metric_difference(found: DifferenceEstimates) -> dict[str, Any]:
     both = found.both
     known = [value for value in found.values if value is not None]
-    low, high = both.interval() or (0.0, 0.0) if both else (0.0, 0.0)
-    verdict = "better" if low > 0 else "worse" if high < 0 else "undecided"
+    interval = both.interval() if both else None
+    verdict = "undecided"
+    if interval is not None and interval[0] > 0:
+        verdict = "better"
+    elif interval is not None and interval[1] < 0:
+        verdict = "worse"
     return {
         "mean": _number(found.seeds.mean),
         "values": list(found.values),

@@ -133,6 +133,7 @@ def read_experiment(path: Path, extra: Sequence[str] = (), *, quick: bool = Fals
             with prefix_errors(f"arms.{name}"):
                 configs[name] = load_config(base, _overrides(common, own, extra, folds, 0 if folds else None))
         _check_different(configs)
+        resamples = _number(tree, "resamples", RESAMPLES) or RESAMPLES
         return Experiment(
             name=path.stem,
             title=_text(tree, "title", path.stem),
@@ -149,7 +150,7 @@ def read_experiment(path: Path, extra: Sequence[str] = (), *, quick: bool = Fals
             folds=tuple(range(1 if quick else folds)) if folds else (None,),
             jobs=_number(tree, "jobs", 1) or 1,
             primary=_primary(tree, next(iter(configs.values()))),
-            resamples=QUICK_RESAMPLES if quick else _number(tree, "resamples", RESAMPLES) or RESAMPLES,
+            resamples=QUICK_RESAMPLES if quick else resamples,
         )
 
 

@@ -32,7 +32,11 @@ from detr_bf.report.page import escaped, html_page, number, percent, section
 
 _FORMAT = "detr_bf comparison 1"
 _JSON, _CSV, _PAGE = "comparison.json", "comparison.csv", "index.html"
-_MARKS = {_JSON: f'"format": "{_FORMAT}', _CSV: "arm,against,metric,cells,", _PAGE: 'content="detr_bf"'}  # of our files
+_MARKS = {
+    _JSON: '"format": "detr_bf comparison',
+    _CSV: "arm,against,metric,cells,",
+    _PAGE: 'content="detr_bf"',
+}  # of our files
 _COLUMNS = (
     *("arm", "against", "metric", "cells", "mean", "low", "high", "difference", "seeds_low", "seeds_high"),
     *("images_low", "images_high", "both_low", "both_high"),
@@ -157,14 +161,15 @@ def _csv(document: Document) -> str:
     for contrast in document.get("contrasts") or ():
         for metric, change in contrast["metrics"].items():
             names = (contrast["arm"], contrast["against"], metric)
-            table.writerow(_csv_row(names, {}, change))
+            table.writerow(_csv_row(names, None, change))
     return text.getvalue()
 
 
-def _csv_row(names: Sequence[str], mean: Mapping[str, Any], change: Difference) -> list[Any]:
-    """Return arm, other and metric, the mean of the arm if there is one, and the difference."""
+def _csv_row(names: Sequence[str], arm: Mapping[str, Any] | None, change: Difference) -> list[Any]:
+    """Return the names of arm, other arm and metric, the mean of the arm if there is one, and the difference."""
+    runs, own = _runs(change if arm is None else arm), arm or {}
     ends = [(change.get(kind) or {}).get(end) for kind in ("seeds", "images", "both") for end in ("low", "high")]
-    numbers = [_runs(mean or change), *(mean.get(key) for key in ("mean", "low", "high")), change.get("mean"), *ends]
+    numbers = [runs, *(own.get(key) for key in ("mean", "low", "high")), change.get("mean"), *ends]
     return [*(csv_cell(safe_message(name)) for name in names), *numbers, *(change.get(key) for key in _COLUMNS[-5:])]
 
 

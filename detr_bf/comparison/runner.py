@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from detr_bf.common.errors import InputError, Interrupted, TrainingError, prefix_errors
-from detr_bf.common.files import check_output_file, make_output_folder, read_records, write_json, write_text
+from detr_bf.common.files import atomic_write, check_output_file, make_output_folder, read_records, write_json
 from detr_bf.common.progress import progress_bar
 from detr_bf.common.text import listed, printable, safe_message
 from detr_bf.comparison.experiment import CLASS_METRIC, Experiment, ExperimentCell, flat_settings
@@ -142,7 +142,8 @@ case "$SLURM_ARRAY_TASK_ID" in
 esac
 """
     make_output_folder(folder.path / "logs", "--output")
-    write_text(path, text)
+    with atomic_write(path) as temporary:
+        temporary.write_text(text, encoding="utf-8", errors="surrogateescape")  # paths that are not UTF-8
 
 
 def check_data(experiment: Experiment, cells: Sequence[ExperimentCell]) -> None:

@@ -326,8 +326,9 @@ class PanopticTable:
             image = evaluator.counts[image_id]
             for label, overlap in image.matches:
                 iou[place, label] += overlap
-            wrong, missed = ([error.label for error in errors] for errors in (image.wrong, image.missed))
-            for kind, labels in enumerate(([label for label, _ in image.matches], wrong, missed)):
+            right = [label for label, _ in image.matches]
+            wrong, missed = [error.label for error in image.wrong], [error.label for error in image.missed]
+            for kind, labels in enumerate((right, wrong, missed)):
                 np.add.at(counts[kind, place], np.array(labels, dtype=np.int64), 1)
         return cls(tuple(image_ids), class_map.is_thing, iou, counts)
 

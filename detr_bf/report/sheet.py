@@ -124,7 +124,7 @@ def prediction_sheet(rows: Sequence[ProbableClasses]) -> Image.Image:
         InputError: ``rows`` is empty.
     """
     strips = [Strip((fit(row.image, _CLASSES_CELL)[0], _paint_classes(row)), (row.caption, "")) for row in rows]
-    return lay_out(strips, ("Image", "Most probable"), 3, _CLASSES_CELL)
+    return lay_out(strips, ("Image", "Most probable"), strips_per_line=3, cell=_CLASSES_CELL)
 
 
 def lay_out(strips: Sequence[Strip], titles: Sequence[str], strips_per_line: int = 2, cell: int = CELL) -> Image.Image:
