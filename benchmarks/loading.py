@@ -130,7 +130,7 @@ class Evaluations:
         self.numbers[PYCOCOTOOLS] = evaluation.stats.tolist()
 
     def metrics(self) -> None:
-        summary, _ = self._updated()._summary("bbox", CLASSES, [], partial=False)
+        summary, _ = self._updated()._summary("bbox", CLASSES, partial=False)
         self.numbers[METRICS] = [getattr(summary, name) for name in BOX_METRIC_NAMES]
 
     def ours(self) -> None:

@@ -29,7 +29,7 @@ from detr_bf.batchformer.inspection import attending, batch_former_of
 from detr_bf.common.errors import InputError
 from detr_bf.common.progress import progress_bar
 from detr_bf.common.structures import Batch, Outputs, PanopticMap, Queries, TokenBatch
-from detr_bf.data.batches import index_batches
+from detr_bf.data.batches import IndexBatches
 from detr_bf.engine import EvaluationLoop
 from detr_bf.evaluation import CocoEvaluator, PanopticFile, Result
 from detr_bf.report.figures import BLUE, COLOURS, GREEN, INK, VERMILION, picture_grid
@@ -387,7 +387,7 @@ def compare_mini_batch_inference(
     batches = [part.tolist() for part in order.tensor_split(math.ceil(len(order) / size))]
     loader, source = build_loader(config, run.device), data_source(config, "val")
     loop = EvaluationLoop(
-        make_batches=lambda start: iter(loader(run.data, index_batches(batches[start:]))),
+        make_batches=lambda start: iter(loader(run.data, IndexBatches(batches, start))),
         num_batches=len(batches),
         device=run.device,
         precision=precision_of(config, run.device),

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
 
 import torch
+from torch.utils.data import Sampler
 
 from detr_bf.common import distributed
 from detr_bf.common.errors import InputError
@@ -182,7 +183,7 @@ def build_eval_transform(config: DetectionConfig) -> SampleTransform:
 
 def build_loader(
     config: DetectionConfig, device: torch.device
-) -> Callable[[CocoDetection, Iterable[list[SampleKey]]], BatchLoader[Batch]]:
+) -> Callable[[CocoDetection, Sampler[list[SampleKey]]], BatchLoader[Batch]]:
     """Return a function (data, batches) -> loader, with the config's number of workers."""
     return partial(make_loader, collate=Batch.collate, workers=config.data.workers, pin_memory=device.type == "cuda")
 

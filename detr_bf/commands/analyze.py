@@ -34,7 +34,7 @@ from detr_bf.common.errors import InputError
 from detr_bf.common.files import check_output_file, write_text
 from detr_bf.common.progress import progress_bar
 from detr_bf.common.text import counted, csv_cell, printable, safe_message
-from detr_bf.data.batches import SampleKey, index_batches
+from detr_bf.data.batches import IndexBatches
 from detr_bf.data.loader import make_loader
 from detr_bf.report import class_labels, save_picture
 from detr_bf.report.figures import save_figure
@@ -265,7 +265,7 @@ def make_subject(source: Path, analysis: Analysis, options: argparse.Namespace) 
     batches = [part.tolist() for part in indices.split(options.batch_size or BATCH_SIZE)]
     return Subject(
         model=model,
-        batches=load_batches(images, index_batches(batches), config.data.workers, f"{options.name}, {source}"),
+        batches=load_batches(images, IndexBatches(batches), config.data.workers, f"{options.name}, {source}"),
         class_names=class_map.names,
         class_counts=splits.class_counts,
         pixels=pixels,
@@ -276,11 +276,11 @@ def make_subject(source: Path, analysis: Analysis, options: argparse.Namespace) 
 
 
 def load_batches(
-    images: Dataset[LabelledImage], batches: Sequence[list[SampleKey]], workers: int, description: str
+    images: Dataset[LabelledImage], sampler: IndexBatches, workers: int, description: str
 ) -> Iterator[LabelledImages]:
     """Load batches with a progress bar."""
-    loader = make_loader(images, batches, collate=LabelledImages.collate, workers=workers)
-    for batch in progress_bar(loader, total=len(batches), desc=description, unit="batch", leave=False):
+    loader = make_loader(images, sampler, collate=LabelledImages.collate, workers=workers)
+    for batch in progress_bar(loader, total=len(sampler), desc=description, unit="batch", leave=False):
         for reason in batch.replaced:
             logger.warning("unreadable image replaced by another: %s", reason)
         yield batch

@@ -326,10 +326,9 @@ class PanopticTable:
             image = evaluator.counts[image_id]
             for label, overlap in image.matches:
                 iou[place, label] += overlap
-            right = [label for label, _ in image.matches]
-            wrong, missed = [error.label for error in image.wrong], [error.label for error in image.missed]
-            for kind, labels in enumerate((right, wrong, missed)):
-                np.add.at(counts[kind, place], np.array(labels, dtype=np.int64), 1)
+            labels = [label for label, _ in image.matches], image.false_positives, image.false_negatives
+            for kind, own in enumerate(labels):
+                np.add.at(counts[kind, place], np.array(own, dtype=np.int64), 1)
         return cls(tuple(image_ids), class_map.is_thing, iou, counts)
 
     def metrics(self, weights: np.ndarray) -> dict[str, np.ndarray]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
@@ -41,7 +40,12 @@ class AnnotationValues(NamedTuple):
 
 
 def annotation_values(annotation: Mapping[str, Any], *, pixels: bool = False) -> AnnotationValues:
-    """Return the values of an annotation; with ``pixels`` of a panoptic segment, which needs area and ``iscrowd``."""
+    """Return the values of an annotation.
+
+    Args:
+        annotation: of a detection file, or a segment of a panoptic one.
+        pixels: the annotation is a panoptic segment, which must have an area and ``iscrowd``.
+    """
     area = segment_area(annotation) if pixels else object_area(annotation)
     return AnnotationValues(box_of(annotation), area, is_crowd(annotation, required=pixels))
 
@@ -159,35 +163,25 @@ def suspect_areas(annotations: Entries) -> np.ndarray:
 
 def suspect_crowds(annotations: Entries) -> np.ndarray:
     """Return a mask (N,) that includes all annotations with an invalid ``iscrowd``."""
-    return ~(np.isin(_crowd_values(annotations), (0, 1)) | annotations.is_none("iscrowd"))
+    values = annotations.numbers("iscrowd")
+    valid = annotations.is_number("iscrowd") & ((values == 0) | (values == 1))
+    valid |= _equal_to("iscrowd", annotations, True) | _equal_to("iscrowd", annotations, False)
+    return ~(valid | annotations.is_none("iscrowd"))
 
 
 def crowd_mask(annotations: Entries) -> np.ndarray:
     """Return a mask (N,) of the crowds; an annotation with an invalid ``iscrowd`` is none."""
-    return _crowd_values(annotations) == 1
+    numbers = annotations.is_number("iscrowd") & (annotations.numbers("iscrowd") == 1)
+    return numbers | _equal_to("iscrowd", annotations, True)
 
 
-def _crowd_values(annotations: Entries) -> np.ndarray:
-    """Return ``iscrowd`` of each annotation (N,) float64, 0 and 1 for false and true, NaN for what is no number."""
-    values = np.where(annotations.is_number("iscrowd"), annotations.numbers("iscrowd"), np.nan)
-    rows = np.flatnonzero(annotations.kinds("iscrowd") == JSON)
+def _equal_to(key: str, annotations: Entries, value: bool) -> np.ndarray:
+    """Return a mask (N,) of the annotations whose value under ``key`` is true or false, as given."""
+    rows = np.flatnonzero(annotations.kinds(key) == JSON)
+    found = np.zeros(len(annotations), dtype=bool)
     if len(rows):
-        values[rows] = [value if isinstance(value, bool) else np.nan for value in annotations.listed("iscrowd", rows)]
-    return values
-
-
-def without_crowds(annotations: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-    """Return the annotations except crowds; one with an invalid ``iscrowd`` is no crowd."""
-    if isinstance(annotations, Entries):
-        return annotations.where(~crowd_mask(annotations))
-    return [annotation for annotation in annotations if not is_valid_crowd(annotation)]
-
-
-def is_valid_crowd(annotation: Mapping[str, Any]) -> bool:
-    """Return True for a crowd, False for an object and for an invalid ``iscrowd``."""
-    with suppress(ValueError):
-        return is_crowd(annotation)
-    return False
+        found[rows] = [each is value for each in annotations.listed(key, rows)]
+    return found
 
 
 def unknown_ids(annotations: Entries, key: str, known: Collection[int]) -> np.ndarray:
@@ -210,28 +204,36 @@ def unit_problem(
     They are fractions if none is larger than a pixel. They are corners if half of them or more leave their image by
     more than a tenth of its side, although the same numbers as x1, y1, x2, y2 are boxes inside of it.
 
-    Annotations without a valid box are left out; of many annotations only a part is examined. ``size_of`` returns
-    (height, width) of the image with an id, None if it is not known.
+    Args:
+        annotations: with valid boxes, or any others, which are left out. Of many only a part is examined.
+        size_of: returns (height, width) of the image with an id, None if it is not known.
     """
-    part = annotations[:: max(1, len(annotations) // _MOST_BOXES)]
-    solid = [each for each in part if is_box(each.get("bbox")) and min(each["bbox"][2:]) > 0]
-    if not solid:
+    step = max(1, len(annotations) // _MOST_BOXES)
+    part = (
+        annotations.where(np.arange(0, len(annotations), step))
+        if isinstance(annotations, Entries)
+        else annotations[::step]
+    )
+    found = [
+        (each["bbox"], each["image_id"]) for each in part if is_box(each.get("bbox")) and min(each["bbox"][2:]) > 0
+    ]
+    if not found:
         return None
-    boxes = np.array([each["bbox"] for each in solid], dtype=np.float64)
+    boxes = np.array([box for box, _ in found], dtype=np.float64)
     x, y, width, height = boxes.T
     if min(boxes[:, 2:].max(), (boxes[:, :2] + boxes[:, 2:]).max()) <= 1:
         return (
-            f"no box is larger than a pixel, the first is {value_text(solid[0]['bbox'])}: these look like fractions of "
-            "the image; multiply x and width by the width of the image, and y and height by its height"
+            f"no box is larger than a pixel, the first is {value_text(found[0][0])}: these look like fractions of the "
+            "image; multiply x and width by the width of the image, and y and height by its height"
         )
-    heights, widths = np.array([size_of(each["image_id"]) or (np.nan, np.nan) for each in solid]).T
+    heights, widths = np.array([size_of(image_id) or (np.nan, np.nan) for _, image_id in found]).T
     known = ~np.isnan(heights)
     leaves = (x + width > 1.1 * widths) | (y + height > 1.1 * heights)
     fits = (width > x) & (height > y) & (width <= widths + BOX_ROUNDING) & (height <= heights + BOX_ROUNDING)
     if leaves.any() and leaves.sum() >= known.sum() / 2 and fits[known].mean() > _FITTING:
-        example = solid[int(leaves.argmax())]["bbox"]
+        example = int(np.flatnonzero(leaves)[0])
         return (
             f"{leaves.sum()} of {known.sum()} boxes leave their image as x, y, width, height, and fit into it as the "
-            f"corners x1, y1, x2, y2, such as {value_text(example)}: write x1, y1, x2 - x1, y2 - y1"
+            f"corners x1, y1, x2, y2, such as {value_text(found[example][0])}: write x1, y1, x2 - x1, y2 - y1"
         )
     return None

@@ -20,7 +20,7 @@ from torchvision.ops import masks_to_boxes
 from torchvision.transforms.v2 import RandomIoUCrop, RandomPhotometricDistort, RandomZoomOut, functional
 from torchvision.tv_tensors import BoundingBoxes, Image, Mask, wrap
 
-from detr_bf.data.transforms import Sample, each_part, has_pixels, random_integer, select_objects
+from detr_bf.data.transforms import Sample, has_pixels
 
 PASTED_SCALE = (0.5, 1.0)  # size of the image that copy-paste takes objects from, as a share of the largest that fits
 _MOST_BYTES = 2**27  # of image and masks of a mosaic and after zoom-out; on a larger canvas everything is smaller
@@ -34,22 +34,38 @@ class Augmentation:
     """Augmentations by probability, in the order of ``AUGMENTATIONS``, and the epochs that have them.
 
     A mosaic gets neither zoom-out nor IoU crop, as in DEIM (Huang et al. 2024, arXiv 2412.04234, authors' code).
+
+    Args:
+        copy_paste: paste objects of another image (:func:`pasted`); needs masks.
+        mosaic: four images in one (:func:`mosaic`), with a change of scale.
+        mosaic_offsets: range of the point where the four meet, as shares of height and width.
+        mosaic_scale: range of the scale of the whole mosaic.
+        scale_jitter: change the scale (:func:`scale_jittered`).
+        scale_jitter_range: range of the factor.
+        photometric_distort: of each change: brightness, contrast, saturation, hue, order of the channels.
+        zoom_out: put the image on a larger black canvas.
+        zoom_out_max: largest side of the canvas as a multiple of the image's.
+        iou_crop: crop around objects (Liu et al. 2016, arXiv 1512.02325, section 2.2), if there are any.
+        iou_crop_scale: range of the crop's sides as shares of the image's.
+        min_visible: least share of an object that a cut or a pasted object may leave of it.
+        epochs: with augmentation, counted from 0.
+        dense_epochs: with mosaic and copy-paste, as far as they are among ``epochs``.
     """
 
-    copy_paste: float = 0.0  # paste objects of another image (:func:`pasted`); needs masks
-    mosaic: float = 0.0  # four images in one (:func:`mosaic`), with a change of scale
-    mosaic_offsets: Sequence[float] = (0.4, 0.6)  # range of the point where the four meet, shares of height and width
-    mosaic_scale: Sequence[float] = (0.5, 1.5)  # range of the scale of the whole mosaic
-    scale_jitter: float = 0.0  # change the scale (:func:`scale_jittered`)
-    scale_jitter_range: Sequence[float] = (0.1, 2.0)  # range of the factor
-    photometric_distort: float = 0.0  # of each change: brightness, contrast, saturation, hue, order of the channels
-    zoom_out: float = 0.0  # put the image on a larger black canvas
-    zoom_out_max: float = 4.0  # largest side of the canvas as a multiple of the image's
-    iou_crop: float = 0.0  # crop around objects (Liu et al. 2016, arXiv 1512.02325, section 2.2), if there are any
-    iou_crop_scale: Sequence[float] = (0.3, 1.0)  # range of the crop's sides as shares of the image's
-    min_visible: float = 0.0  # least share of an object that a cut or a pasted object may leave of it
-    epochs: range = range(10**9)  # with augmentation, counted from 0
-    dense_epochs: range = range(10**9)  # with mosaic and copy-paste, as far as they are among ``epochs``
+    copy_paste: float = 0.0
+    mosaic: float = 0.0
+    mosaic_offsets: Sequence[float] = (0.4, 0.6)
+    mosaic_scale: Sequence[float] = (0.5, 1.5)
+    scale_jitter: float = 0.0
+    scale_jitter_range: Sequence[float] = (0.1, 2.0)
+    photometric_distort: float = 0.0
+    zoom_out: float = 0.0
+    zoom_out_max: float = 4.0
+    iou_crop: float = 0.0
+    iou_crop_scale: Sequence[float] = (0.3, 1.0)
+    min_visible: float = 0.0
+    epochs: range = range(10**9)
+    dense_epochs: range = range(10**9)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -67,9 +83,12 @@ class Augmentation:
         return replace(self, **probabilities)
 
     def __call__(self, sample: Sample, draw: Callable[[], Sample], is_thing: Sequence[bool]) -> Sample:
-        """Augment a sample, which has masks if copy-paste is on; ``draw`` returns a random training sample.
+        """Augment a sample.
 
-        ``is_thing`` is given by class; objects of the other classes, which are stuff, are not copied.
+        Args:
+            sample: with masks, if copy-paste is on.
+            draw: () -> a random training sample.
+            is_thing: by class; objects of the other classes, which are stuff, are not copied.
         """
         if _happens(self.copy_paste):
             sample = pasted(sample, draw(), is_thing, self.min_visible)
@@ -96,8 +115,9 @@ def mosaic(samples: Sequence[Sample], centre: tuple[float, float]) -> Sample:
     masks would need more than ``_MOST_BYTES``. Each image is resized to the largest size that fits its quarter, with
     its aspect ratio, and touches the point where the quarters meet.
 
-    ``samples`` are upper left, upper right, lower left and lower right. ``centre`` is the point where the quarters
-    meet: (row, column) as shares of the canvas, greater than 0, less than 1.
+    Args:
+        samples: upper left, upper right, lower left, lower right.
+        centre: the point where the quarters meet: (row, column) as shares of the canvas, greater than 0, less than 1.
     """
     masked = all(sample.masks is not None for sample in samples)
     canvas = [max(2, *(sample.image.shape[dim] for sample in samples)) for dim in (-2, -1)]
@@ -135,31 +155,34 @@ def pasted(sample: Sample, other: Sample, is_thing: Sequence[bool], min_visible:
     probability 0.5 and placed anywhere. Each of its objects is taken with probability 0.5, at least one. Boxes of
     covered objects become the boxes of the pixels that are left.
 
-    Both samples have masks. ``is_thing`` is given by class; objects of the other classes are not taken.
-    ``min_visible`` is the least share of the pixels of an object that must stay uncovered.
+    Args:
+        sample: with masks.
+        other: with masks.
+        is_thing: by class; objects of the other classes are not taken.
+        min_visible: least share of the pixels of an object that must stay uncovered.
     """
     assert sample.masks is not None
     assert other.masks is not None
-    things = torch.tensor([is_thing[label] for label in other.labels.tolist()], dtype=torch.bool).nonzero()[:, 0]
-    if not len(things):
+    chosen = torch.tensor([is_thing[label] for label in other.labels.tolist()], dtype=torch.bool).nonzero()[:, 0]
+    if not len(chosen):
         return sample
-    taken = torch.rand(len(things)) < 0.5
-    taken[random_integer(0, len(things) - 1)] = True
-    things = things[taken]
+    taken = torch.rand(len(chosen)) < 0.5
+    taken[_integer(0, len(chosen) - 1)] = True
+    chosen = chosen[taken]
     canvas = list(sample.image.shape[-2:])
     size = _fitting(other, [max(1, round(side * _uniform(*PASTED_SCALE))) for side in canvas])
-    pixels, _, _, masks = _resized(other._replace(masks=Mask(other.masks[things])), size)
+    pixels, _, _, masks = _resized(other._replace(masks=Mask(other.masks[chosen])), size)
     if _happens(0.5):
         pixels, masks = functional.horizontal_flip(pixels), functional.horizontal_flip(masks)
-    top, left = (random_integer(0, whole - part) for whole, part in zip(canvas, size, strict=True))
+    top, left = (_integer(0, whole - part) for whole, part in zip(canvas, size, strict=True))
     padding = [left, top, canvas[1] - left - size[1], canvas[0] - top - size[0]]
     pixels, masks = functional.pad(pixels, padding), functional.pad(masks, padding)
     seen = has_pixels(masks)
-    things, masks = things[seen], masks[seen]
+    chosen, masks = chosen[seen], masks[seen]
     covered = masks.any(dim=0)
     left_over = _uncovered(sample, covered, min_visible)
-    boxes = wrap(boxes_of_masks(masks), like=sample.boxes)
-    added = Sample(sample.image, boxes, other.labels[things], Mask(masks))
+    boxes = wrap(_boxes_of(masks), like=sample.boxes)
+    added = Sample(sample.image, boxes, other.labels[chosen], Mask(masks))
     return _large_enough(_joined(Image(torch.where(covered.bool(), pixels, sample.image)), [left_over, added]))
 
 
@@ -172,13 +195,12 @@ def scale_jittered(sample: Sample, factor: float, min_visible: float = 0.0) -> S
     height, width = sample.image.shape[-2:]
     if factor >= 1:
         size = max(1, round(height / factor)), max(1, round(width / factor))
-        top, left = random_integer(0, height - size[0]), random_integer(0, width - size[1])
-        return _cut(sample, top, left, *size, min_visible)[0]
+        return _cut(sample, _integer(0, height - size[0]), _integer(0, width - size[1]), *size, min_visible)[0]
     small = max(1, round(height * factor)), max(1, round(width * factor))
-    top, left = random_integer(0, height - small[0]), random_integer(0, width - small[1])
+    top, left = _integer(0, height - small[0]), _integer(0, width - small[1])
     resized = _resized(sample, list(small))
     padding = [left, top, width - left - small[1], height - top - small[0]]
-    return _large_enough(each_part(resized, functional.pad, padding=padding))
+    return _large_enough(_each(resized, functional.pad, padding=padding))
 
 
 def zoomed_out(sample: Sample, largest: float) -> Sample:
@@ -195,7 +217,7 @@ def zoomed_out(sample: Sample, largest: float) -> Sample:
     if scale < 1:
         sample = _large_enough(_resized(sample, [max(1, int(side * scale)) for side in (height, width)]))
         padding = [int(side * scale) for side in padding]
-    return each_part(sample, functional.pad, padding=padding)
+    return _each(sample, functional.pad, padding=padding)
 
 
 def iou_cropped(sample: Sample, scale: Sequence[float], min_visible: float = 0.0) -> Sample:
@@ -204,8 +226,11 @@ def iou_cropped(sample: Sample, scale: Sequence[float], min_visible: float = 0.0
     The least IoU of the crop with one of these objects is drawn from 0, 0.1, 0.3, 0.5, 0.7 and 0.9; a seventh choice
     leaves the image as it is. Objects whose centre is outside are dropped. An image without objects is not changed.
 
-    ``scale`` is the least and the largest side of the crop as shares of the image's; the aspect ratio of the shares is
-    between 1/2 and 2. ``min_visible`` is the least share of an object that must be inside.
+    Args:
+        sample: the image.
+        scale: least and largest side of the crop as shares of the image's; the aspect ratio of the shares is between
+            1/2 and 2.
+        min_visible: least share of an object that must be inside.
     """
     if not len(sample.boxes) or min(sample.image.shape[-2:]) * scale[0] < 1:  # a crop without a pixel
         return sample
@@ -214,15 +239,15 @@ def iou_cropped(sample: Sample, scale: Sequence[float], min_visible: float = 0.0
         return sample
     inside = where.pop("is_within_crop_area")
     cut, kept = _cut(sample, **where, min_visible=min_visible)
-    return select_objects(cut, inside[kept])
+    return _chosen(cut, inside[kept])
 
 
 def _cut(sample: Sample, top: int, left: int, height: int, width: int, min_visible: float) -> tuple[Sample, Tensor]:
     """Return the part of a sample in a rectangle inside the image, and (T,) bool: the objects that are left."""
-    parts = each_part(sample, functional.crop, top=top, left=left, height=height, width=width)
+    parts = _each(sample, functional.crop, top=top, left=left, height=height, width=width)
     before, after = (_areas(each) for each in (sample, parts))
     kept = _is_large_enough(parts) & (after >= min_visible * before)
-    return select_objects(parts, kept), kept
+    return _chosen(parts, kept), kept
 
 
 def _uncovered(sample: Sample, covered: Tensor, min_visible: float) -> Sample:
@@ -232,12 +257,12 @@ def _uncovered(sample: Sample, covered: Tensor, min_visible: float) -> Sample:
     before, after = (each.flatten(1).sum(1) for each in (sample.masks, masks))
     boxes = sample.boxes.as_subclass(Tensor).clone()
     changed = (after < before) & (after > 0)
-    boxes[changed] = boxes_of_masks(masks[changed])
+    boxes[changed] = _boxes_of(masks[changed])
     whole = Sample(sample.image, wrap(boxes, like=sample.boxes), sample.labels, masks)
-    return select_objects(whole, (after > 0) & (after >= min_visible * before))
+    return _chosen(whole, (after > 0) & (after >= min_visible * before))
 
 
-def boxes_of_masks(masks: Tensor) -> Tensor:
+def _boxes_of(masks: Tensor) -> Tensor:
     """Return the boxes (T, 4) around the pixels of the masks (T, h, w), each with one pixel or more."""
     boxes = masks_to_boxes(masks.as_subclass(Tensor))
     boxes[:, 2:] += 1  # from the index of the last pixel to its end
@@ -260,7 +285,14 @@ def _is_large_enough(sample: Sample) -> Tensor:
 
 
 def _large_enough(sample: Sample) -> Sample:
-    return select_objects(sample, _is_large_enough(sample))
+    return _chosen(sample, _is_large_enough(sample))
+
+
+def _chosen(sample: Sample, kept: Tensor) -> Sample:
+    """Return a sample with the objects ``kept`` (T,) bool."""
+    boxes = wrap(sample.boxes[kept], like=sample.boxes)
+    masks = None if sample.masks is None else wrap(sample.masks[kept], like=sample.masks)
+    return Sample(sample.image, boxes, sample.labels[kept], masks)
 
 
 def _joined(image: Image, parts: Sequence[Sample]) -> Sample:
@@ -275,6 +307,12 @@ def _joined(image: Image, parts: Sequence[Sample]) -> Sample:
     )
 
 
+def _each(sample: Sample, function: Callable[..., Any], **settings: Any) -> Sample:
+    """Apply a function of torchvision to image, boxes and masks."""
+    image, boxes = (function(part, **settings) for part in (sample.image, sample.boxes))
+    return Sample(image, boxes, sample.labels, None if sample.masks is None else function(sample.masks, **settings))
+
+
 def _resized(sample: Sample, size: list[int]) -> Sample:
     """Resize to (height, width), bilinear with antialiasing, masks to the nearest pixel.
 
@@ -282,7 +320,7 @@ def _resized(sample: Sample, size: list[int]) -> Sample:
     """
     single = size == [1, 1]
     image = wrap(sample.image.float(), like=sample.image) if single else sample.image
-    resized = each_part(sample._replace(image=image), functional.resize, size=size, antialias=True)
+    resized = _each(sample._replace(image=image), functional.resize, size=size, antialias=True)
     return resized._replace(image=wrap(resized.image.round().to(torch.uint8), like=image)) if single else resized
 
 
@@ -304,3 +342,8 @@ def _happens(probability: float) -> bool:
 
 def _uniform(low: float, high: float) -> float:
     return low + (high - low) * float(torch.rand(()))
+
+
+def _integer(low: int, high: int) -> int:
+    """Return a random integer between both bounds, inclusive."""
+    return int(torch.randint(low, high + 1, ()))

@@ -6,7 +6,7 @@ import hashlib
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
@@ -45,7 +45,14 @@ def derive_seed(*parts: int) -> int:
 def read_or_replace(
     read: Callable[[int], T], key: SampleKey, count: int, *, seed: int, replace: bool
 ) -> tuple[int, T, str]:
-    """Read the sample of a key, or with ``replace`` one of the ``count`` samples, a function of (seed, key).
+    """Read the sample of a key, or a replacement if it is not readable.
+
+    Args:
+        read: index -> sample, or :class:`InputError`.
+        key: the sample to read.
+        count: samples in the data set.
+        seed: of the run.
+        replace: allow replacements: random samples, a function of (seed, key).
 
     Returns:
         Index of the sample that was read, the sample, and the error message of the first one ("" if it was readable).
@@ -65,7 +72,6 @@ def read_or_replace(
     return index, read(index), fault
 
 
-@dataclass(eq=False)
 class EpochBatches(Sampler[list[SampleKey]]):
     """Training batches of one epoch from ``start_batch`` on, for one ``rank`` of ``world_size``.
 
@@ -74,54 +80,72 @@ class EpochBatches(Sampler[list[SampleKey]]):
     so two ranks together load the images that one process with twice the batch size loads. The images of an incomplete
     last batch are left out. If it is the only batch, it is split among the ranks as evenly as possible.
 
-    With ``buckets`` all images of a batch have the same number, except in a few batches made of the remaining images;
-    the order of the batches is random. With ``features`` the batches hold images of similar features: of all images in
-    the order of a random linear combination of the features. Not both together.
-
-    With ``repeated_augment`` every copy has its own key (Hoffer et al. 2020, arXiv 1901.09335). The number of batches
-    does not change, so an epoch uses only a part of the images. A rank never has two copies of an image in one batch.
-    With at least as many ranks as copies, all copies are in one global batch, on different ranks, as with DeiT's
-    sampler. With fewer ranks, they are also in the next global batches, which then depend on the number of ranks; with
-    one rank and 3 copies, 3 consecutive batches have the same images. Some images have fewer copies: where the sizes
-    are no multiples, and in the last batches of an epoch.
+    Args:
+        num_samples: images in the data set.
+        batch_size: images of one rank.
+        seed: of the run.
+        epoch: from 0.
+        start_batch: number of batches to skip, after a resume.
+        rank: of this process.
+        world_size: number of ranks.
+        buckets: a bucket number for each sample. All images of a batch have the same number, except in a few batches
+            made of the remaining images. The order of the batches is random.
+        features: (N, F) float32, the batches hold images of similar features: of all images in the order of a random
+            linear combination of the features. Not together with ``buckets``.
+        repeated_augment: copies of an image in an epoch, each with its own key (Hoffer et al. 2020, arXiv 1901.09335).
+            The number of batches does not change, so an epoch uses only a part of the images. A rank never has two
+            copies of an image in one batch. With at least as many ranks as copies, all copies are in one global batch,
+            on different ranks, as with DeiT's sampler. With fewer ranks, they are also in the next global batches,
+            which then depend on the number of ranks; with one rank and 3 copies, 3 consecutive batches have the same
+            images. Some images have fewer copies: where the sizes are no multiples, and in the last batches of an
+            epoch.
+        sides: the images of a global batch get one of these sides in pixels, a function of (seed, epoch, number of the
+            batch); empty: none.
 
     Raises:
         InputError: a batch size below 1, or fewer images than ranks.
     """
 
-    num_samples: int  # images in the data set
-    batch_size: int  # images of one rank
-    _: KW_ONLY
-    seed: int  # of the run
-    epoch: int  # from 0
-    start_batch: int = 0  # number of batches to skip, after a resume
-    rank: int = 0
-    world_size: int = 1
-    buckets: Sequence[int] | None = None  # number of each sample
-    features: Tensor | None = None  # (N, F) float32
-    repeated_augment: int = 1  # copies of an image in an epoch
-    sides: Sequence[int] = ()  # in pixels; each global batch has one, a function of (seed, epoch, number of the batch)
-
-    def __post_init__(self) -> None:
-        assert 0 <= self.rank < self.world_size
-        assert self.repeated_augment >= 1
-        assert self.repeated_augment == 1 or self.buckets is None
-        assert self.buckets is None or len(self.buckets) == self.num_samples
-        if self.features is not None:
-            assert len(self.features) == self.num_samples
-            assert self.buckets is None
-            assert self.repeated_augment == 1
-        _check_batch_size(self.batch_size)
-        if self.num_samples < self.world_size:
+    def __init__(
+        self,
+        num_samples: int,
+        batch_size: int,
+        *,
+        seed: int,
+        epoch: int,
+        start_batch: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+        buckets: Sequence[int] | None = None,
+        features: Tensor | None = None,
+        repeated_augment: int = 1,
+        sides: Sequence[int] = (),
+    ) -> None:
+        assert 0 <= rank < world_size
+        assert repeated_augment >= 1
+        assert repeated_augment == 1 or buckets is None
+        assert buckets is None or len(buckets) == num_samples
+        assert features is None or (len(features) == num_samples and buckets is None and repeated_augment == 1)
+        _check_batch_size(batch_size)
+        if num_samples < world_size:
             raise InputError(
-                f"{self.num_samples} training images cannot be shared by {self.world_size} processes, expected one "
-                "image or more for each: start fewer processes, or give more images"
+                f"{num_samples} training images cannot be shared by {world_size} processes, expected one image or more "
+                "for each: start fewer processes, or give more images"
             )
-        self.global_size = self.world_size * self.batch_size
-        self.num_batches = self.num_samples // self.global_size or 1
-        self.size = min(self.global_size, self.num_samples)  # images of a global batch
-        self.group = math.ceil(self.repeated_augment / self.world_size)  # consecutive batches that share their images
-        self.different = math.ceil(self.group * self.size / self.repeated_augment)  # images of a group
+        self.num_samples = num_samples
+        self.global_size = world_size * batch_size
+        self.seed = seed
+        self.epoch = epoch
+        self.start_batch = start_batch
+        self.rank = rank
+        self.world_size = world_size
+        self.buckets = buckets
+        self.features = features
+        self.sides = sides
+        self.num_batches = num_samples // self.global_size or 1
+        self.size = min(self.global_size, num_samples)  # images of a global batch
+        self.group = math.ceil(repeated_augment / world_size)  # consecutive batches that share their images
+        self.different = math.ceil(self.group * self.size / repeated_augment)  # images of a group
 
     def __len__(self) -> int:
         """Return the number of remaining batches."""
@@ -130,12 +154,16 @@ class EpochBatches(Sampler[list[SampleKey]]):
     def __iter__(self) -> Iterator[list[SampleKey]]:
         for number, indices in enumerate(self._global_batches()[self.start_batch :], self.start_batch):
             copies = self._positions(number) // self.different
-            side = None
-            if self.sides:  # -1 is no index of images
-                side = self.sides[derive_seed(self.seed, self.epoch, -1, number) % len(self.sides)]
+            side = self._side(number)
             keys = [SampleKey(self.epoch, *key, side) for key in zip(indices.tolist(), copies.tolist(), strict=True)]
             mine = torch.tensor_split(torch.arange(len(keys)), self.world_size)[self.rank]
             yield [keys[number] for number in mine.tolist()]
+
+    def _side(self, number: int) -> int | None:
+        """Return the side of the images of a global batch."""
+        if not self.sides:
+            return None
+        return self.sides[derive_seed(self.seed, self.epoch, -1, number) % len(self.sides)]  # -1 is no index of images
 
     def _positions(self, number: int) -> Tensor:
         """Return the positions of a global batch in its group of batches that share images: first all first copies."""
@@ -208,16 +236,28 @@ class SameSizeBatches(Sampler[list[SampleKey]]):
         return iter(self.batches)
 
 
-def index_batches(batches: Sequence[Sequence[int]]) -> list[list[SampleKey]]:
-    """Return the keys of evaluation batches of the images at these indices."""
-    return [[SampleKey(0, index) for index in batch] for batch in batches]
+class IndexBatches(Sampler[list[SampleKey]]):
+    """Batches of the images at these indices, from number ``start_batch`` on."""
+
+    def __init__(self, batches: Sequence[Sequence[int]], start_batch: int = 0) -> None:
+        self.batches = batches[start_batch:]
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[list[SampleKey]]:
+        for batch in self.batches:
+            yield [SampleKey(0, index) for index in batch]
 
 
 def aspect_buckets(sizes: Sequence[tuple[int, int] | None], count: int) -> list[int] | None:
     """Return a bucket number for each image: ``count`` groups of similar width / height, from tallest to widest.
 
     The groups have about the same number of images; images of one ratio stay together. None if ``count`` is 1.
-    ``sizes`` are (height, width) in pixels, or None if not known.
+
+    Args:
+        sizes: (height, width) in pixels, or None if not known.
+        count: number of buckets.
 
     Raises:
         InputError: a count below 1, or an unknown size.

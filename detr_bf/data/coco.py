@@ -11,13 +11,13 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
-from torchvision.ops import box_convert, clip_boxes_to_image
+from torchvision.ops import box_convert, clip_boxes_to_image, masks_to_boxes
 from torchvision.tv_tensors import BoundingBoxes, BoundingBoxFormat, Image, Mask
 
 from detr_bf.common.errors import InputError, prefix_errors
@@ -28,6 +28,8 @@ from detr_bf.data.annotation_values import (
     LARGEST,
     MAX_INT,
     annotation_values,
+    crowd_mask,
+    is_crowd,
     is_id,
     png_name,
     segment_id,
@@ -37,12 +39,11 @@ from detr_bf.data.annotation_values import (
     unit_problem,
     unknown_ids,
     value_text,
-    without_crowds,
 )
-from detr_bf.data.augment import Augmentation, boxes_of_masks
+from detr_bf.data.augment import Augmentation
 from detr_bf.data.batches import SampleKey, read_or_replace
 from detr_bf.data.column_cache import read_columns
-from detr_bf.data.columns import AnnotatedSizes, Entries, boxes_of, distinct, integers, values_of
+from detr_bf.data.columns import AnnotatedSizes, Entries, distinct, integers, values_of
 from detr_bf.data.images import MAX_PIXELS, boxes_as_stored, check_folder, read_image
 from detr_bf.data.masks import MapFile, Segmentations, SegmentMasks, flat_annotations, parts_of
 from detr_bf.data.transforms import Sample, SampleTransform, has_area, has_pixels
@@ -167,7 +168,11 @@ def check_maps(content: CocoAnnotations, folder: Path | None, masks: bool) -> No
 
 
 def annotated_size(image: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Return (height, width) of an entry of ``images``, or None if missing; InputError if they are not numbers."""
+    """Return (height, width) of an entry of ``images``, or None if missing.
+
+    Raises:
+        InputError: they are not numbers.
+    """
     height, width = image.get("height"), image.get("width")
     if height is None or width is None:
         return None
@@ -180,7 +185,11 @@ def annotated_size(image: Mapping[str, Any]) -> tuple[int, int] | None:
 
 
 def annotated_sizes(images: Sequence[Mapping[str, Any]]) -> Sequence[tuple[int, int] | None]:
-    """Return :func:`annotated_size` of all images; InputError if a size is not a number."""
+    """Return :func:`annotated_size` of all images.
+
+    Raises:
+        InputError: a size is not a number.
+    """
     if isinstance(images, Entries):
         sides = [images.numbers(key) for key in ("height", "width")]
         known = ~(images.is_none("height") | images.is_none("width"))
@@ -192,6 +201,18 @@ def annotated_sizes(images: Sequence[Mapping[str, Any]]) -> Sequence[tuple[int, 
             sizes[~known] = -1
             return AnnotatedSizes(sizes)
     return [annotated_size(image) for image in images]
+
+
+class _MaskSource(Protocol):
+    """Source of the objects' masks: :class:`Segmentations` or :class:`SegmentMasks`."""
+
+    def read(self, index: int, rows: slice, size: tuple[int, int]) -> Tensor:
+        """Return masks (T, h, w) uint8 of the objects in ``rows``, for the image at ``index``, of ``size`` (h, w).
+
+        Raises:
+            InputError: a PNG cannot be read.
+            ValueError: the masks are invalid or have another size.
+        """
 
 
 class CocoDetection(Dataset[tuple[Tensor, Target]]):
@@ -248,8 +269,9 @@ class CocoDetection(Dataset[tuple[Tensor, Target]]):
         self.class_map = class_map if class_map is not None else content.class_map
         if class_map is None and content.parents:
             names = printable(", ".join(str(category["name"]) for category in content.parents))
-            path = printable(content.path)
-            logger.info("%s: no class for the supercategories %s, which have no objects", path, names)
+            logger.info(
+                "%s: no class for the supercategories %s, which have no objects", printable(content.path), names
+            )
         self.seed = seed
         self.replace_unreadable = replace_unreadable
         self.max_pixels, self.grey_bits = max_pixels, grey_bits
@@ -261,7 +283,7 @@ class CocoDetection(Dataset[tuple[Tensor, Target]]):
         objects = _ordered_objects(content, self.image_ids, self.class_map.index, maps)
         self._boxes, self._labels, self._starts = _object_tables(objects, self.image_ids, self.class_map)
         self._boxes_of_masks = maps
-        self._masks: Segmentations | SegmentMasks | None = None
+        self._masks: _MaskSource | None = None
         if maps and panoptic is not None:
             self._masks = _segment_masks(content, objects, panoptic, max_pixels)
         elif masks or pastes:
@@ -363,7 +385,8 @@ class CocoDetection(Dataset[tuple[Tensor, Target]]):
             seen = has_pixels(masks)
             boxes, labels, masks = boxes[seen], labels[seen], masks[seen]
             if self._boxes_of_masks:
-                boxes = boxes_of_masks(masks)
+                boxes = masks_to_boxes(masks)
+                boxes[:, 2:] += 1  # from the index of the last pixel to its end
         keep = has_area(boxes)
         boxes = BoundingBoxes(boxes[keep], format=BoundingBoxFormat.XYXY, canvas_size=size)
         return boxes, labels[keep], None if masks is None else Mask(masks[keep])
@@ -372,7 +395,10 @@ class CocoDetection(Dataset[tuple[Tensor, Target]]):
 def check_annotations(content: CocoAnnotations, category_ids: Collection[int], maps: bool) -> None:
     """Raise :class:`InputError` if training or evaluation cannot use an annotation.
 
-    Its category must be one of ``category_ids``. With ``maps`` it is a panoptic segment whose mask is used.
+    Args:
+        content: of a file.
+        category_ids: the known ones.
+        maps: the annotations are panoptic segments whose masks are used.
     """
     image_ids = values_of(content.images, "id")
     problem = _first_problem(content.annotations, image_ids, category_ids, maps)
@@ -452,9 +478,12 @@ def _ordered_objects(
 ) -> Sequence[Mapping[str, Any]]:
     """Return all annotations except crowds, in the order of the images; :class:`InputError` if one is not usable."""
     check_annotations(content, category_ids, maps)
-    objects = without_crowds(content.annotations)
-    order = np.argsort(_indices_of(integers(values_of(objects, "image_id")), image_ids), kind="stable")
-    return objects.where(order) if isinstance(objects, Entries) else [objects[number] for number in order.tolist()]
+    if isinstance(annotations := content.annotations, Entries):
+        found = annotations.where(~crowd_mask(annotations))
+        return found.where(np.argsort(_indices_of(found.numbers("image_id"), image_ids), kind="stable"))
+    order = {image_id: index for index, image_id in enumerate(image_ids)}
+    objects = [annotation for annotation in content.annotations if not is_crowd(annotation)]
+    return sorted(objects, key=lambda annotation: order[annotation["image_id"]])
 
 
 def _object_tables(
@@ -466,15 +495,27 @@ def _object_tables(
     image (images + 1,). With COCO's 860,000 Python objects instead of tensors every worker would get its own copy,
     because reading changes their reference counts.
     """
+    if isinstance(objects, Entries):
+        return _tables_of_columns(objects, image_ids, class_map)
+    index_of = {image_id: index for index, image_id in enumerate(image_ids)}
+    corners = torch.tensor([annotation["bbox"] for annotation in objects], dtype=torch.float64).reshape(-1, 4)
+    boxes = box_convert(corners, "xywh", "xyxy").float()
+    labels = torch.tensor([class_map.index[annotation["category_id"]] for annotation in objects], dtype=torch.int64)
+    indices = torch.tensor([index_of[annotation["image_id"]] for annotation in objects], dtype=torch.int64)
+    return boxes, labels, torch.searchsorted(indices, torch.arange(len(image_ids) + 1))
+
+
+def _tables_of_columns(
+    objects: Entries, image_ids: Sequence[int], class_map: ClassMap
+) -> tuple[Tensor, Tensor, Tensor]:
     boxes, labels = torch.empty(len(objects), 4), torch.empty(len(objects), dtype=torch.int64)
     for start in range(0, len(objects), _BLOCK):  # the temporary arrays of all would be twice the result
-        rows = range(start, min(start + _BLOCK, len(objects)))
-        block = objects.where(np.array(rows)) if isinstance(objects, Entries) else objects[rows.start : rows.stop]
-        boxes[rows.start : rows.stop] = box_convert(torch.from_numpy(boxes_of(block)), "xywh", "xyxy").float()
-        category_ids = integers(values_of(block, "category_id"))
-        labels[rows.start : rows.stop] = torch.from_numpy(_indices_of(category_ids, class_map.category_ids))
-    indices = _indices_of(integers(values_of(objects, "image_id")), image_ids)
-    counts = np.bincount(indices, minlength=len(image_ids))
+        block = objects.where(np.arange(start, min(start + _BLOCK, len(objects))))
+        rows = slice(start, start + len(block))
+        corners = torch.from_numpy(np.array(block.boxes, dtype=np.float64))
+        boxes[rows] = box_convert(corners, "xywh", "xyxy").float()
+        labels[rows] = torch.from_numpy(_indices_of(block.numbers("category_id"), class_map.category_ids))
+    counts = np.bincount(_indices_of(objects.numbers("image_id"), image_ids), minlength=len(image_ids))
     return boxes, labels, torch.from_numpy(np.concatenate(([0], np.cumsum(counts))))
 
 
@@ -517,7 +558,9 @@ def _segment_masks(
 
 
 def _segmentations(
-    content: CocoAnnotations, objects: Sequence[Mapping[str, Any]], sizes: Mapping[int, tuple[int, int] | None]
+    content: CocoAnnotations,
+    objects: Sequence[Mapping[str, Any]],
+    sizes: Mapping[int, tuple[int, int] | None],
 ) -> Segmentations:
     """Return the masks of a detection file; ``sizes`` are (height, width) by image id, or None if not given."""
     parts = []

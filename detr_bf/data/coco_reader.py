@@ -29,7 +29,10 @@ _SPACE = b" \t\n\r"
 _Number = int | float
 _Box = tuple[_Number, _Number, _Number, _Number]
 # exactly the values that every entry needs
-_REQUIRED = {"images": {"id": INT, "file_name": TEXT}, "annotations": {"image_id": INT, "category_id": INT}}
+_REQUIRED = {
+    "images": {"id": INT, "file_name": TEXT},
+    "annotations": {"image_id": INT, "category_id": INT},
+}
 
 
 def decode_columns(path: Path) -> ColumnStore:
@@ -244,7 +247,11 @@ class _EntryList:
         self._decoder = msgspec.json.Decoder(list[entry])  # type: ignore[valid-type]
 
     def finish(self) -> tuple[dict[str, Column | BoxColumn], int]:
-        """Return the columns and the number of entries; UnsupportedError if an entry lacks a required value."""
+        """Return the columns and the number of entries.
+
+        Raises:
+            UnsupportedError: an entry lacks a required value.
+        """
         columns: dict[str, Column | BoxColumn] = {}
         for key in list(self._builders):
             columns[key] = self._builders.pop(key).finish()

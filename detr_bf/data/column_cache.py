@@ -28,7 +28,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from detr_bf.common.errors import InputError
-from detr_bf.common.files import atomic_write, cache_folder, is_file, remove_unfinished
+from detr_bf.common.files import UNFINISHED, atomic_write, cache_folder, is_file, remove_unfinished
 from detr_bf.common.text import printable
 from detr_bf.data.coco_reader import decode_columns
 from detr_bf.data.columns import BoxColumn, Column, ColumnStore, UnsupportedError
@@ -54,14 +54,13 @@ def read_columns(path: Path) -> ColumnStore | None:
     """
     try:
         target = _target(path)
-        if target is None:
-            return decode_columns(path)
-        if (store := _opened(target, _state(path), path)) is not None:
-            return store
+        source = _state(path)
+        if (found := _opened(target, source, path)) is not None:
+            return found
         with _locked(target):
             source = _state(path)  # the file may have changed during a long wait
-            if (store := _opened(target, source, path)) is not None:  # another process was faster
-                return store
+            if (found := _opened(target, source, path)) is not None:  # another process was faster
+                return found
             try:
                 store = decode_columns(path)
             except UnsupportedError as error:
@@ -87,13 +86,13 @@ def reopened(target: str, digest: str, path: str) -> ColumnStore:
         InputError: neither the cache file nor the annotation file has them any more.
     """
     with suppress(_InvalidError):
-        store = _mapped(Path(target), Path(path))
-        if store.reopen[2] == digest:
-            return store
-    read_again = read_columns(Path(path))
-    if read_again is None or not read_again.reopen or read_again.reopen[2] != digest:
+        found = _mapped(Path(target), Path(path), verify=False)
+        if found.reopen[2] == digest:
+            return found
+    store = read_columns(Path(path))
+    if store is None or not store.reopen or store.reopen[2] != digest:
         raise InputError(f"{printable(path)} has changed since this run read it: start the run again")
-    return read_again
+    return store
 
 
 def _target(path: Path) -> Path | None:
@@ -120,17 +119,22 @@ def _state(path: Path) -> str:
 
 
 @contextmanager
-def _locked(target: Path) -> Iterator[None]:
+def _locked(target: Path | None) -> Iterator[None]:
     """Hold the lock of a cache file, so that of several processes one reads and the others wait, where that works."""
-    lock = FileLock(target.with_suffix(".lock"), timeout=_PATIENCE, fallback_to_soft=False)
-    with suppress(OSError, NotImplementedError, Timeout):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        lock.acquire()
-        remove_unfinished(target.parent, target.stem)
+    lock = None
+    if target is not None:
+        lock = FileLock(target.with_suffix(".lock"), timeout=_PATIENCE, fallback_to_soft=False)
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            lock.acquire()
+            remove_unfinished(target.parent, target.stem)
+        except (OSError, NotImplementedError, Timeout):
+            lock = None
     try:
         yield
     finally:
-        lock.release()
+        if lock is not None:
+            lock.release()
 
 
 def _content(store: ColumnStore) -> tuple[dict[str, np.ndarray], str]:
@@ -151,10 +155,10 @@ def _digest(content: str) -> str:
     return hashlib.blake2b(content.encode(), digest_size=32).hexdigest()
 
 
-def _write(target: Path, arrays: dict[str, np.ndarray], metadata: dict[str, str]) -> None:
+def _write(target: Path | None, arrays: dict[str, np.ndarray], metadata: dict[str, str]) -> None:
     """Write a cache file, if possible, and remove the oldest ones beyond the limit."""
     header, size = json.dumps(metadata), sum(array.nbytes for array in arrays.values())
-    if len(header) > _MOST_HEADER or size > MOST_CACHE_BYTES:
+    if target is None or len(header) > _MOST_HEADER or size > MOST_CACHE_BYTES:
         return
     try:
         with atomic_write(target) as temporary:
@@ -167,10 +171,10 @@ def _write(target: Path, arrays: dict[str, np.ndarray], metadata: dict[str, str]
 def _limit(newest: Path) -> None:
     """Remove the cache files that were used least recently, until all together are within the limit."""
     found = []
-    for path in newest.parent.glob(f"{'[0-9a-f]' * 32}{_SUFFIX}"):
+    for path in newest.parent.glob(f"*{_SUFFIX}"):
         with suppress(OSError):
             status = path.lstat()
-            if stat.S_ISREG(status.st_mode):
+            if _is_ours(path) and stat.S_ISREG(status.st_mode):
                 found.append((status.st_mtime_ns, status.st_size, path))
     total = sum(size for _, size, _ in found)
     for _, size, path in sorted(found):
@@ -180,14 +184,22 @@ def _limit(newest: Path) -> None:
                 total -= size
 
 
-def _opened(target: Path, source: str, path: Path) -> ColumnStore | None:
+def _is_ours(path: Path) -> bool:
+    """Return True for the name of a cache file."""
+    stem = path.name.removesuffix(_SUFFIX)
+    return len(stem) == 32 and set(stem) <= set("0123456789abcdef") and not path.name.startswith(UNFINISHED)
+
+
+def _opened(target: Path | None, source: str, path: Path) -> ColumnStore | None:
     """Return the columns in a cache file if it is valid and belongs to this state of the annotation file.
 
     Raises:
         UnsupportedError: columns cannot hold the content of the annotation file, as an earlier reading found.
     """
+    if target is None:
+        return None
     try:
-        store = _mapped(target, path, source)
+        store = _mapped(target, path, verify=True, source=source)
     except _InvalidError:
         return None
     with suppress(OSError):
@@ -195,8 +207,8 @@ def _opened(target: Path, source: str, path: Path) -> ColumnStore | None:
     return store
 
 
-def _mapped(target: Path, path: Path, source: str = "") -> ColumnStore:
-    """Return the columns of a cache file, mapped. Without ``source`` they are not verified.
+def _mapped(target: Path, path: Path, *, verify: bool, source: str = "") -> ColumnStore:
+    """Return the columns of a cache file, mapped.
 
     Raises:
         _InvalidError: it is not a whole cache file, or not of ``source``.
@@ -220,7 +232,7 @@ def _mapped(target: Path, path: Path, source: str = "") -> ColumnStore:
                 columns[part] = {}
                 for key, named in keys.items():
                     arrays = [file.get_tensor(name).numpy() for name, _ in named]
-                    if source and [_checksum(array) for array in arrays] != [checksum for _, checksum in named]:
+                    if verify and [_checksum(array) for array in arrays] != [checksum for _, checksum in named]:
                         raise _InvalidError
                     for array in arrays:
                         array.flags.writeable = False

@@ -14,11 +14,10 @@ Shape legend: N entries of a list.
 from __future__ import annotations
 
 import json
-from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any, overload
 
 import msgspec
 import numpy as np
@@ -27,8 +26,6 @@ ABSENT, NULL, INT, FLOAT, TEXT, JSON = range(6)  # kinds of values; JSON: lists,
 _KIND_OF = {msgspec.UnsetType: ABSENT, type(None): NULL, int: INT, float: FLOAT, str: TEXT}
 _BLOCK = 4096  # entries that are made together
 _EXACT = 2**53  # limit of the integers that float64 holds exactly
-
-Item = TypeVar("Item")
 
 
 class UnsupportedError(Exception):
@@ -46,13 +43,20 @@ class Column:
 
     def values(self, rows: np.ndarray) -> list[Any]:
         """Return the values of the entries ``rows``; :data:`msgspec.UNSET` for a missing key."""
-        if self.kinds.tolist() in ([INT], [FLOAT]):
+        if len(self.kinds) != 1:
+            return self._mixed(rows)
+        kind = int(self.kinds[0])
+        if kind in (INT, FLOAT):
             return self.numbers[rows].tolist()
-        kinds = self.kinds[rows].tolist() if len(self.kinds) != 1 else self.kinds.tolist() * len(rows)
+        if kind in (TEXT, JSON):
+            texts = self._texts(rows)
+            return texts if kind == TEXT else [json.loads(each) for each in texts]
+        return [None if kind == NULL else msgspec.UNSET] * len(rows)
+
+    def _mixed(self, rows: np.ndarray) -> list[Any]:
+        kinds = self.kinds[rows].tolist()
         numbers = self.numbers[rows].tolist() if len(self.numbers) else [0] * len(rows)
         texts = self._texts(rows) if len(self.ends) else [""] * len(rows)
-        if self.kinds.tolist() == [TEXT]:
-            return texts
         make: tuple[Callable[[Any, str], Any], ...] = (
             lambda number, text: msgspec.UNSET,
             lambda number, text: None,
@@ -109,32 +113,8 @@ class ColumnStore:
         return ColumnStore, (self.columns, self.lengths, self.categories)
 
 
-class _MadeWhenRead(Sequence[Item]):
-    """Sequence of which only the items that are read exist as Python objects."""
-
-    __hash__ = None  # type: ignore[assignment]
-
-    @abstractmethod
-    def items_at(self, indices: np.ndarray) -> list[Item]:
-        """Return the items at some indices."""
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return self.items_at(np.arange(*index.indices(len(self))))
-        return self.items_at(np.array([range(len(self))[index]]))[0]
-
-    def __iter__(self) -> Iterator[Item]:
-        for start in range(0, len(self), _BLOCK):
-            yield from self[start : start + _BLOCK]
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Sequence) or len(self) != len(other):
-            return False
-        return all(one == another for one, another in zip(self, other, strict=True))
-
-
-class Entries(_MadeWhenRead[Mapping[str, Any]]):
-    """Entries of one list of a :class:`ColumnStore`, all or those of some rows, as dictionaries."""
+class Entries(Sequence[Mapping[str, Any]]):
+    """Entries of one list of a :class:`ColumnStore`, all or those of some rows, as dictionaries made when read."""
 
     def __init__(self, store: ColumnStore, part: str, rows: np.ndarray | None = None) -> None:
         self._store, self._part, self._rows = store, part, rows
@@ -147,6 +127,26 @@ class Entries(_MadeWhenRead[Mapping[str, Any]]):
 
     def __len__(self) -> int:
         return self._store.lengths[self._part] if self._rows is None else len(self._rows)
+
+    @overload
+    def __getitem__(self, index: int) -> Mapping[str, Any]: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Mapping[str, Any]]: ...
+
+    def __getitem__(self, index: int | slice) -> Mapping[str, Any] | Sequence[Mapping[str, Any]]:
+        if isinstance(index, slice):
+            return self._made(np.arange(*index.indices(len(self))))
+        return self._made(np.array([range(len(self))[index]]))[0]
+
+    def __iter__(self) -> Iterator[Mapping[str, Any]]:
+        for start in range(0, len(self), _BLOCK):
+            yield from self._made(np.arange(start, min(start + _BLOCK, len(self))))
+
+    def __eq__(self, other: object) -> bool:
+        return _equal(self, other)
+
+    __hash__ = None  # type: ignore[assignment]
 
     def where(self, chosen: np.ndarray) -> Entries:
         """Return the entries for which a mask (N,) is True, or those of the given indices, in their order."""
@@ -194,7 +194,7 @@ class Entries(_MadeWhenRead[Mapping[str, Any]]):
             return values
         return self._rows[values] if inverse else values[self._rows]
 
-    def items_at(self, indices: np.ndarray) -> list[Mapping[str, Any]]:
+    def _made(self, indices: np.ndarray) -> list[Mapping[str, Any]]:
         rows, keys = self._chosen(indices, inverse=True), tuple(self._columns)
         if not keys:
             return [{} for _ in rows]
@@ -207,11 +207,16 @@ class Entries(_MadeWhenRead[Mapping[str, Any]]):
         ]
 
 
-class Values(_MadeWhenRead[Any]):
+class Values(Sequence[Any]):
     """Values of one key of all entries."""
+
+    __hash__ = None  # type: ignore[assignment]
 
     def __init__(self, entries: Entries, key: str) -> None:
         self._entries, self._key = entries, key
+
+    def __eq__(self, other: object) -> bool:
+        return _equal(self, other)
 
     @property
     def numbers(self) -> np.ndarray:
@@ -220,8 +225,21 @@ class Values(_MadeWhenRead[Any]):
     def __len__(self) -> int:
         return len(self._entries)
 
-    def items_at(self, indices: np.ndarray) -> list[Any]:
-        return self._entries.listed(self._key, indices)
+    def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, slice):
+            return self._entries.listed(self._key, np.arange(*index.indices(len(self))))
+        return self._entries.listed(self._key, np.array([range(len(self))[index]]))[0]
+
+    def __iter__(self) -> Iterator[Any]:
+        for start in range(0, len(self), _BLOCK):
+            yield from self[start : start + _BLOCK]
+
+
+def _equal(values: Sequence[Any], other: object) -> bool:
+    """Return True for a sequence of equal values."""
+    if not isinstance(other, Sequence) or len(values) != len(other):
+        return False
+    return all(one == another for one, another in zip(values, other, strict=True))
 
 
 def values_of(entries: Sequence[Mapping[str, Any]], key: str) -> Sequence[Any]:
@@ -231,7 +249,9 @@ def values_of(entries: Sequence[Mapping[str, Any]], key: str) -> Sequence[Any]:
 
 def distinct(entries: Sequence[Mapping[str, Any]], key: str) -> set[Any]:
     """Return the distinct values of a key; every entry has it, with a whole number."""
-    return set(np.unique(integers(values_of(entries, key))).tolist())
+    return (
+        set(np.unique(entries.numbers(key)).tolist()) if isinstance(entries, Entries) else set(values_of(entries, key))
+    )
 
 
 def integers(values: Sequence[int]) -> np.ndarray:
@@ -239,33 +259,31 @@ def integers(values: Sequence[int]) -> np.ndarray:
     return values.numbers if isinstance(values, Values) else np.fromiter(values, np.int64, len(values))
 
 
-def boxes_of(annotations: Sequence[Mapping[str, Any]]) -> np.ndarray:
-    """Return the boxes (N, 4) float64 of annotations with valid ones."""
-    boxes = annotations.boxes if isinstance(annotations, Entries) else [each["bbox"] for each in annotations]
-    return np.array(boxes, dtype=np.float64).reshape(-1, 4)
-
-
 class ColumnBuilder:
     """Column that grows by the values of consecutive entries."""
 
     def __init__(self, absent: int) -> None:
         """Begin with ``absent`` entries that lack the key."""
-        # kinds, numbers, and lengths of the texts, (count,) each, and the texts
-        self._parts: list[tuple[np.ndarray, np.ndarray, np.ndarray, bytes]] = []
+        self._parts: list[tuple[int, np.ndarray, np.ndarray, np.ndarray, bytes]] = []
         if absent:
-            none = np.broadcast_to(np.int8(0), absent)
-            self._parts.append((np.broadcast_to(np.uint8(ABSENT), absent), none, none, b""))
+            none = np.zeros(0, dtype=np.int8)
+            self._parts.append((absent, np.array([ABSENT], dtype=np.uint8), none, none, b""))
 
     def add(self, values: Sequence[Any]) -> None:
-        """Append values as msgspec decodes them; UnsupportedError for a number that no column holds exactly."""
+        """Append values as msgspec decodes them.
+
+        Raises:
+            UnsupportedError: a number that no column holds exactly.
+        """
         if not values:
             return
-        types, none = set(map(type, values)), np.broadcast_to(np.int8(0), len(values))
+        types, none = set(map(type, values)), np.zeros(0, dtype=np.int8)
         kind = _KIND_OF.get(next(iter(types)), JSON) if len(types) == 1 else None
-        if kind is None:
-            kinds = np.fromiter(map(_kind_of, values), np.uint8, len(values))
-        else:
-            kinds = np.broadcast_to(np.uint8(kind), len(values))
+        kinds = (
+            np.fromiter(map(_kind_of, values), np.uint8, len(values))
+            if kind is None
+            else np.array([kind], dtype=np.uint8)
+        )
         numbers, lengths, text = none, none, b""
         try:
             if kind in (INT, FLOAT):
@@ -279,22 +297,26 @@ class ColumnBuilder:
                 lengths, text = np.fromiter(map(len, texts), np.int64, len(texts)), b"".join(texts)
         except (OverflowError, UnicodeEncodeError) as error:
             raise UnsupportedError(f"a value that columns cannot hold ({error})") from error
-        self._parts.append((kinds, _narrow(numbers), _narrow(lengths), text))
+        self._parts.append((len(values), kinds, _narrow(numbers), _narrow(lengths), text))
 
     def finish(self) -> Column:
         """Return the column and drop the parts."""
         parts, self._parts = self._parts, []
-        all_kinds, all_numbers, all_lengths, texts = zip(*parts, strict=True)
-        kinds = np.concatenate(all_kinds)
-        numbers, ends = np.zeros(0, dtype=np.int8), np.zeros(0, dtype=np.int64)
-        if np.isin(kinds, (INT, FLOAT)).any():
-            if any(part.dtype.kind == "f" for part in all_numbers):
-                _require_exact([part for part in all_numbers if part.dtype.kind == "i"])
-            numbers = np.concatenate(all_numbers)
-        if kinds.max() >= TEXT:
-            ends = np.zeros(len(kinds) + 1, dtype=np.int64)
-            np.cumsum(np.concatenate(all_lengths), dtype=np.int64, out=ends[1:])
-        return Column(_one_if_equal(kinds), numbers, ends, np.frombuffer(b"".join(texts), dtype=np.uint8))
+        counts = [count for count, *_ in parts]
+        kinds = _joined([part[1] for part in parts], counts)
+        numbers = np.zeros(0, dtype=np.int8)
+        if any(len(part[2]) for part in parts):
+            if len({part[2].dtype.kind for part in parts if len(part[2])}) > 1:
+                _require_exact([part[2] for part in parts if part[2].dtype.kind == "i"])
+            padded = [part[2] if len(part[2]) else np.zeros(part[0], dtype=np.int8) for part in parts]
+            numbers = np.concatenate(padded)
+        ends = np.zeros(0, dtype=np.int64)
+        if any(len(part[3]) for part in parts):
+            ends = np.zeros(sum(counts) + 1, dtype=np.int64)
+            lengths = [part[3] if len(part[3]) else np.zeros(part[0], dtype=np.int8) for part in parts]
+            np.cumsum(np.concatenate(lengths), dtype=np.int64, out=ends[1:])
+        text = b"".join(part[4] for part in parts)
+        return Column(kinds, numbers, ends, np.frombuffer(text, dtype=np.uint8))
 
 
 class BoxBuilder:
@@ -323,15 +345,17 @@ class BoxBuilder:
             raise UnsupportedError("an integer of more than 53 bits in a bbox")
         bits = (whole.reshape(-1, 4) << np.arange(4, dtype=np.uint8)).sum(axis=1, dtype=np.uint8)
         numbers = numbers.reshape(-1, 4)
-        if (bits == 15).all():
+        uniform = len(bits) and (bits == bits[0]).all()
+        if uniform and bits[0] == 15:
             numbers = _narrow(numbers.astype(np.int64))
-        self._parts.append((numbers, bits))
+        self._parts.append((numbers, bits[:1] if uniform else bits))
 
     def finish(self) -> BoxColumn:
         """Return the column and drop the parts."""
         parts, self._parts = self._parts, []
-        numbers, whole = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
-        return BoxColumn(numbers.astype(np.float64) if numbers.dtype.kind == "f" else numbers, _one_if_equal(whole))
+        whole = _joined([bits for _, bits in parts], [len(numbers) for numbers, _ in parts])
+        numbers = np.concatenate([numbers for numbers, _ in parts])
+        return BoxColumn(numbers.astype(np.float64) if numbers.dtype.kind == "f" else numbers, whole)
 
 
 def _kind_of(value: Any) -> int:
@@ -366,16 +390,19 @@ def _narrow(numbers: np.ndarray) -> np.ndarray:
     low, high = numbers.min(), numbers.max()
     for dtype in (np.int8, np.int16, np.int32):
         if np.iinfo(dtype).min <= low and high <= np.iinfo(dtype).max:
-            return numbers.astype(dtype, copy=False)
+            return numbers.astype(dtype)
     return numbers
 
 
-def _one_if_equal(values: np.ndarray) -> np.ndarray:
-    """Return values (N,), or one (1,) for all if they are equal."""
-    return values[:1].copy() if (values == values[0]).all() else values
+def _joined(parts: Sequence[np.ndarray], counts: Sequence[int]) -> np.ndarray:
+    """Join arrays (count,) or (1,), which stand for ``count`` equal values, to (N,), or (1,) if all are equal."""
+    if parts and all(len(each) == 1 and each[0] == parts[0][0] for each in parts):
+        return np.array(parts[0])
+    found = [np.broadcast_to(each, count) for each, count in zip(parts, counts, strict=True)]
+    return np.concatenate(found) if found else np.zeros(0, dtype=np.uint8)
 
 
-class AnnotatedSizes(_MadeWhenRead[tuple[int, int] | None]):
+class AnnotatedSizes(Sequence[tuple[int, int] | None]):
     """Sizes (height, width) of images in an array (N, 2), in which -1 is an unknown one."""
 
     def __init__(self, sizes: np.ndarray) -> None:
@@ -384,5 +411,13 @@ class AnnotatedSizes(_MadeWhenRead[tuple[int, int] | None]):
     def __len__(self) -> int:
         return len(self._sizes)
 
-    def items_at(self, indices: np.ndarray) -> list[tuple[int, int] | None]:
-        return [None if height < 0 else (height, width) for height, width in self._sizes[indices].tolist()]
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return list(AnnotatedSizes(self._sizes[index]))
+        height, width = self._sizes[index].tolist()
+        return None if height < 0 else (height, width)
+
+    def __iter__(self) -> Iterator[tuple[int, int] | None]:
+        for start in range(0, len(self), 4096):
+            for height, width in self._sizes[start : start + 4096].tolist():
+                yield None if height < 0 else (height, width)

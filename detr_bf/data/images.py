@@ -13,11 +13,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from multiprocessing import parent_process
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 import torch
-from msgspec import Meta
 from numpy.typing import NDArray
 from PIL import Image
 from PIL.ImageFile import ImageFile
@@ -32,10 +31,16 @@ from detr_bf.data.duplicates import perceptual_hash
 logger = logging.getLogger(__name__)
 
 _Found = TypeVar("_Found")
-_Side = Annotated[int, Meta(ge=0)]  # checked when a record of an image is read from JSON
 
-# JPEG is MPO too; AVIF where Pillow was built with it
-IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF", "AVIF")
+IMAGE_FORMATS = (
+    "JPEG",
+    "PNG",
+    "WEBP",
+    "BMP",
+    "TIFF",
+    "GIF",
+    "AVIF",
+)  # JPEG is MPO too; AVIF where Pillow was built with it
 MAX_PIXELS = 178_956_970  # default of data.max_pixels: Pillow warns above it
 _BYTES_PER_PIXEL = 8  # limit of the file size: uncompressed RGBA of 16 bits
 _SMALLEST_LIMIT = 2**26  # bytes; the limit of the file size is never smaller
@@ -63,8 +68,8 @@ _warned: set[Path] = set()  # folders with a 16-bit image that was logged
 class ImageSizes:
     """Sizes of an image file before and after the EXIF rotation, (height, width) in pixels, and the rotation."""
 
-    stored: tuple[_Side, _Side]
-    rotated: tuple[_Side, _Side]
+    stored: tuple[int, int]
+    rotated: tuple[int, int]
     orientation: int = 1  # EXIF value; 1: none
 
     def wants_rotation(self, annotated: tuple[int, int] | None, as_stored: bool = False) -> bool:
@@ -235,7 +240,10 @@ def boxes_as_stored(folder: Path, images: Iterable[tuple[str, tuple[int, int] | 
     A mirrored image, one turned by 180 degrees, and a square one have the same size before and after the rotation, so
     the other images of the file decide: those whose sides the rotation exchanges, if all of them agree. None: there are
     none, or they disagree. If none of up to 500 evenly spaced files has an EXIF rotation, no other file is read.
-    ``images`` are file names, each with (height, width) as annotated or None.
+
+    Args:
+        folder: of the images.
+        images: file name, and (height, width) as annotated or None, of each image.
     """
     known = [(name, size) for name, size in images if size is not None]
     read = {name: _of_header(folder / name, image_sizes) for name, _ in known[:: _step(known)]}

@@ -67,6 +67,7 @@ def image_pixels(
 
     Args:
         name: what a message calls the image.
+        max_pixels: largest number of pixels.
         grey_bits: of 16-bit grey images, see :func:`detr_bf.data.images.read_image`.
         bgr: the channels of arrays and tensors are in the order blue, green, red (OpenCV's); files and Pillow images
             know their order.
@@ -152,9 +153,9 @@ def check_batch_size(batch_size: object) -> None:
 def chunks(images: Iterable[ImageLike], batch_size: int) -> Iterator[list[tuple[int, ImageLike]]]:
     """Yield lists of ``batch_size`` images with their indices; the last list may be shorter."""
     check_batch_size(batch_size)
+    is_one = isinstance(images, (Tensor, np.ndarray)) and images.ndim < 4
     if isinstance(images, (str, os.PathLike)) and not Path(images).is_file():
         raise InputError(f"there is no folder {printable(images)}: predict takes a folder or several images")
-    is_one = isinstance(images, (Tensor, np.ndarray)) and images.ndim < 4
     is_one = is_one or isinstance(images, (str, bytes, bytearray, memoryview, os.PathLike))
     if is_one or not isinstance(images, Iterable):
         raise InputError(f"predict takes several images, and this is {described(images)}: call the predictor itself")
@@ -167,8 +168,12 @@ def by_size(
 ) -> list[_Result]:
     """Return the result of each sample, computed in a batch with the others of its size.
 
-    In a batch of several sizes the smaller images would be padded, and convolutions see the padding. ``samples`` are
-    images (3, h, w) with their targets; with ``together`` all are computed in one batch.
+    In a batch of several sizes the smaller images would be padded, and convolutions see the padding.
+
+    Args:
+        samples: images (3, h, w) with their targets.
+        compute: returns the results of a batch, in order.
+        together: compute all samples in one batch.
     """
     groups: dict[object, list[int]] = {}
     for index, (image, _) in enumerate(samples):
@@ -219,7 +224,11 @@ def _array_pixels(image: Tensor | NDArray[Any], name: str, max_pixels: int, grey
 
 
 def _check_array(image: Tensor | NDArray[Any], name: str) -> tuple[int, int]:
-    """Return height and width; check shape and dtype, but no values; InputError if it is not an array of an image."""
+    """Return height and width; check shape and dtype, but no values.
+
+    Raises:
+        InputError: it is not an array of an image.
+    """
     if isinstance(image, Tensor) and (
         image.is_nested or image.layout != torch.strided or image.is_meta or image.is_quantized
     ):

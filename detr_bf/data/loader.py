@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.process import BaseProcess
 from typing import TypeVar
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from detr_bf.acceleration.allocator import release_freed_memory, without_garbage_collection
 from detr_bf.common.errors import InputError
@@ -20,10 +20,10 @@ from detr_bf.data.workers import (
     death_of,
     disarm_dataloader_handler,
     end_unguarded,
-    lacks_guard,
     raise_deaths,
     start_method,
     start_worker,
+    startable_workers,
 )
 
 SampleT = TypeVar("SampleT")
@@ -76,19 +76,18 @@ class BatchLoader(DataLoader[BatchT]):
 
 def make_loader(
     dataset: Dataset[SampleT],
-    batches: Iterable[list[SampleKey]],
+    batches: Sampler[list[SampleKey]],
     *,
     collate: Callable[[list[SampleT]], BatchT],
     workers: int,
     pin_memory: bool = False,
 ) -> BatchLoader[BatchT]:
-    """Return a loader of the ``batches`` of a data set with ``workers`` processes; none if they are not guarded.
+    """Return a loader of the ``batches`` of a data set with ``workers`` processes, if they can start.
 
     Iterating does not touch torch's global generator, so that a resumed run continues with the random numbers of the
     run that was stopped.
     """
-    if workers and start_method() != "fork" and lacks_guard():
-        workers = 0
+    workers = startable_workers(workers)
     return BatchLoader(
         dataset,  # type: ignore[arg-type]  # the stubs know no collate that changes the type
         batch_sampler=batches,

@@ -39,9 +39,12 @@ class Part(NamedTuple):
 
 
 class Segmentations:
-    """Masks of many objects of a detection file, each given by :func:`parts_of`, in one byte string and three tensors.
+    """Masks of many objects of a detection file, stored as one byte string and three tensors.
 
     Python lists of COCO's tens of millions of coordinates would be copied into every worker process.
+
+    Args:
+        parts: for each object, the result of :func:`parts_of`.
     """
 
     def __init__(self, parts: Iterable[tuple[Part, ...]]) -> None:
@@ -53,7 +56,9 @@ class Segmentations:
         self._part_starts = _starts(map(len, objects))  # (objects + 1,)
 
     def read(self, index: int, rows: slice, size: tuple[int, int]) -> Tensor:
-        """Return masks (T, h, w) uint8 of the objects in ``rows``, for an image of ``size`` (h, w), at any ``index``.
+        """Return masks (T, h, w) uint8 of the objects in ``rows``, for an image of ``size`` (h, w).
+
+        ``index`` of the image is not used.
 
         Raises:
             ValueError: run lengths are for an image of another size.
@@ -102,8 +107,10 @@ def covers_a_pixel(parts: Sequence[Part], size: tuple[int, int]) -> bool:
     for data, (height, _) in parts:
         if not height and _is_large(np.frombuffer(data).tolist(), size):
             return True
-        drawn = None if height else coco_mask.frPyObjects([np.frombuffer(data)], *size)[0]
-        if coco_mask.area(drawn or {"size": [*size], "counts": data}):
+        encoded = (
+            {"size": [*size], "counts": data} if height else coco_mask.frPyObjects([np.frombuffer(data)], *size)[0]
+        )
+        if coco_mask.area(encoded):
             return True
     return False
 
@@ -254,13 +261,21 @@ def encoded_ids(ids: Tensor) -> bytes:
     return buffer.getvalue()
 
 
-class SegmentMasks(NamedTuple):
-    """Masks of many segments of a panoptic file: the pixels of a PNG that have the segment's id."""
+class SegmentMasks:
+    """Masks of many segments of a panoptic file: the pixels of a PNG that have the segment's id.
 
-    folder: Path  # of the PNGs
-    files: list[str]  # name of the PNG of each image
-    ids: Tensor  # (N,) int32, of all segments
-    max_pixels: int  # limit for a PNG
+    Args:
+        folder: of the PNGs.
+        files: name of the PNG of each image.
+        ids: (N,) int32 ids of all segments.
+        max_pixels: limit for a PNG.
+    """
+
+    def __init__(self, folder: Path, files: Sequence[str], ids: Tensor, max_pixels: int = MAX_PIXELS) -> None:
+        self._folder = folder
+        self._files = list(files)
+        self._ids = ids
+        self._max_pixels = max_pixels
 
     def read(self, index: int, rows: slice, size: tuple[int, int]) -> Tensor:
         """Return masks (T, h, w) uint8 of the segments in ``rows``, for the image at ``index``, of ``size`` (h, w).
@@ -269,22 +284,15 @@ class SegmentMasks(NamedTuple):
             InputError: the PNG is missing or cannot be read.
             ValueError: the PNG has another size.
         """
-        path = self.folder / self.files[index]
-        pixels = read_ids(path, self.max_pixels)
+        path = self._folder / self._files[index]
+        pixels = read_ids(path, self._max_pixels)
         if pixels.shape != size:
             height, width = pixels.shape
             raise ValueError(
                 f"the panoptic PNG {printable(path)} has {width} x {height} pixels (width x height), "
                 f"the image has {size[1]} x {size[0]}"
             )
-        return (pixels == self.ids[rows, None, None]).to(torch.uint8)
-
-
-def mask_box(mask: np.ndarray) -> list[int]:
-    """Return x, y, width and height of the box around the pixels of a mask (H, W), which has at least one."""
-    rows, columns = np.flatnonzero(mask.any(axis=1)), np.flatnonzero(mask.any(axis=0))
-    x, y = int(columns[0]), int(rows[0])
-    return [x, y, int(columns[-1]) + 1 - x, int(rows[-1]) + 1 - y]
+        return (pixels == self._ids[rows, None, None]).to(torch.uint8)
 
 
 def segment_extents(ids: Tensor) -> tuple[SegmentExtent, ...]:

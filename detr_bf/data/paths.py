@@ -63,7 +63,11 @@ def leads_out(path: str) -> bool:
 
 
 class PathIndex:
-    """Files of a folder, given by their names relative to it, with forward slashes, found by paths of annotations."""
+    """Files of a folder, found by the paths of annotations.
+
+    Args:
+        names: of the files, relative to the folder, with forward slashes.
+    """
 
     def __init__(self, names: Iterable[str]) -> None:
         self._names = frozenset(names)

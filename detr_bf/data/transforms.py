@@ -66,7 +66,7 @@ def train_transform(
         InputError: a name of ``extra`` is not in :data:`TRANSFORMS`.
     """
     added = [_Registered(name) for name in extra]
-    resize = _resize(short_sides, max_size, square, size_divisor)
+    resize = RandomResize(short_sides, max_size, size_divisor) if square is None else SquareResize(square)
     crop = v2.Compose([RandomResize(crop_short_sides), RandomSizeCrop(crop_min, crop_max), resize])
     resize_or_crop = v2.RandomChoice([resize, crop], p=[1 - random_crop, random_crop])
     return v2.Compose([v2.RandomHorizontalFlip(horizontal_flip), resize_or_crop, *added])
@@ -103,11 +103,7 @@ def eval_transform(
 
     Without ``square`` the sides are rounded to multiples of ``size_divisor``.
     """
-    return _resize([short_side], max_size, square, size_divisor)
-
-
-def _resize(short_sides: Sequence[int], max_size: int, square: int | None, divisor: int) -> v2.Transform:
-    return RandomResize(short_sides, max_size, divisor) if square is None else v2.Resize((square, square))
+    return RandomResize([short_side], max_size, size_divisor) if square is None else SquareResize(square)
 
 
 def eval_sample(transform: SampleTransform, pixels: Tensor, index: int) -> tuple[Tensor, Target]:
@@ -156,11 +152,18 @@ class RandomResize(v2.Transform):
 
     def make_params(self, flat_inputs: list[Any]) -> dict[str, Any]:
         height, width = v2.query_size(flat_inputs)
-        short_side = self.short_sides[random_integer(0, len(self.short_sides) - 1)]
+        short_side = self.short_sides[_uniform(0, len(self.short_sides) - 1)]
         return {"size": list(resized_size(height, width, short_side, self.max_size, self.divisor))}
 
     def transform(self, inpt: Any, params: dict[str, Any]) -> Any:
         return functional.resize(inpt, params["size"], antialias=True)
+
+
+class SquareResize(v2.Resize):
+    """Resize to a square of ``side`` pixels, bilinear with antialiasing; masks to the nearest pixel."""
+
+    def __init__(self, side: int) -> None:
+        super().__init__((side, side), antialias=True)
 
 
 class RandomSizeCrop(nn.Module):
@@ -178,13 +181,17 @@ class RandomSizeCrop(nn.Module):
     def forward(self, sample: Sample) -> Sample:
         full_height, full_width = sample.image.shape[-2:]
         width, height = self._side(full_width), self._side(full_height)
-        top, left = random_integer(0, full_height - height), random_integer(0, full_width - width)
-        crop = each_part(sample, functional.crop, top=top, left=left, height=height, width=width)
-        keep = has_area(crop.boxes)
-        return select_objects(crop, keep if crop.masks is None else keep & has_pixels(crop.masks))
+        corner = _uniform(0, full_height - height), _uniform(0, full_width - width)
+        image, boxes = (functional.crop(part, *corner, height, width) for part in (sample.image, sample.boxes))
+        keep, masks = has_area(boxes), None
+        if sample.masks is not None:
+            masks = functional.crop(sample.masks, *corner, height, width)
+            keep &= has_pixels(masks)
+            masks = wrap(masks[keep], like=masks)
+        return Sample(image, wrap(boxes[keep], like=boxes), sample.labels[keep], masks)
 
     def _side(self, available: int) -> int:
-        return random_integer(min(self.min_size, available), min(self.max_size, available))
+        return _uniform(min(self.min_size, available), min(self.max_size, available))
 
 
 def mixup(batch: Batch, share: float) -> Batch:
@@ -192,7 +199,11 @@ def mixup(batch: Batch, share: float) -> Batch:
 
     Images stay aligned at the upper left corner and are not resized, and all objects count fully (Zhang et al. 2019,
     arXiv 1902.04103, section 3.1). A pixel outside of one of the two images is black in it. A batch of one image is
-    returned unchanged. ``share`` is that of the image itself, 0 to 1; the other gets the rest.
+    returned unchanged.
+
+    Args:
+        batch: with targets.
+        share: of the image itself, 0 to 1; the other gets the rest. A value near 0.5 leaves both visible.
     """
     if len(batch) < 2:
         return batch
@@ -206,14 +217,18 @@ def mixup(batch: Batch, share: float) -> Batch:
 def _joined(first: Target, second: Target) -> Target:
     """Return ``first`` with the objects of ``second`` added, on a canvas that holds both images."""
     height, width = (max(sides) for sides in zip(first.size, second.size, strict=True))
-    both, masks = (first, second), None
+    masks = None
     if first.masks is not None and second.masks is not None:
         padded = (F.pad(m, (0, width - m.shape[2], 0, height - m.shape[1])) for m in (first.masks, second.masks))
         masks = torch.cat(list(padded))
-    scales = (torch.tensor([target.size[1] / width, target.size[0] / height] * 2) for target in both)
     return replace(
         first,
-        boxes=torch.cat([target.boxes * scale for target, scale in zip(both, scales, strict=True)]),
+        boxes=torch.cat(
+            [
+                target.boxes * torch.tensor([target.size[1] / width, target.size[0] / height] * 2)
+                for target in (first, second)
+            ]
+        ),
         labels=torch.cat([first.labels, second.labels]),
         size=(height, width),
         file_name=f"{first.file_name} with {second.file_name}",
@@ -231,19 +246,6 @@ def has_pixels(masks: Tensor) -> Tensor:
     return masks.flatten(1).any(dim=1).bool()  # any() of uint8 is uint8
 
 
-def each_part(sample: Sample, function: Callable[..., Any], **settings: Any) -> Sample:
-    """Apply a function of torchvision to image, boxes and masks."""
-    image, boxes = (function(part, **settings) for part in (sample.image, sample.boxes))
-    return Sample(image, boxes, sample.labels, None if sample.masks is None else function(sample.masks, **settings))
-
-
-def select_objects(sample: Sample, kept: Tensor) -> Sample:
-    """Return a sample with the objects ``kept`` (T,) bool."""
-    boxes = wrap(sample.boxes[kept], like=sample.boxes)
-    masks = None if sample.masks is None else wrap(sample.masks[kept], like=sample.masks)
-    return Sample(sample.image, boxes, sample.labels[kept], masks)
-
-
-def random_integer(low: int, high: int) -> int:
+def _uniform(low: int, high: int) -> int:
     """Return a random integer between both bounds, inclusive."""
     return int(torch.randint(low, high + 1, ()))

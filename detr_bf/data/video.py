@@ -97,23 +97,11 @@ def read_frames(
 
 
 def _opened(av: Any, source: str | Path | int, name: str, max_pixels: int) -> Any:
-    """Open a source with a video stream; InputError if it does not exist or is none."""
-    if isinstance(source, bool) or not isinstance(source, (int, str, Path)):
-        raise InputError(f"a video is a file, an address or the number of a camera, not {type(source).__name__}")
-    file = str(source)
-    settings: dict[str, Any] = {"timeout": _SECONDS}
-    if isinstance(source, int):
-        if not sys.platform.startswith("linux"):
-            raise InputError("cameras by number are supported on Linux only: give the address of a stream")
-        file, settings = f"/dev/video{source}", {"format": "v4l2"}
-        if not Path(file).exists():
-            raise InputError(f"there is no camera {source}: {file} does not exist")
-    elif not is_video_stream(source):
-        if not Path(source).is_file():
-            raise InputError(f"there is no video file {printable(source)}")
-        file, settings = str(Path(source).absolute()), {"options": {"protocol_whitelist": _FILE_PROTOCOLS}}
+    """Open a source with a video stream; InputError if it is none."""
     try:
-        container = av.open(file, **settings)
+        container = _container(av, source)
+    except InputError:
+        raise
     except (av.error.FFmpegError, OSError, ValueError) as error:
         raise InputError(f"{name} cannot be opened as a video: {_reason(av, error)}") from error
     if not container.streams.video:
@@ -132,6 +120,24 @@ def _opened(av: Any, source: str | Path | int, name: str, max_pixels: int) -> An
 def _reason(av: Any, error: Exception) -> str:
     """Return the text of an error; FFmpeg calls the end of its time limit a requested exit."""
     return f"no data for {_SECONDS:g} s" if isinstance(error, av.error.ExitError) else printable(error)
+
+
+def _container(av: Any, source: str | Path | int) -> Any:
+    """Open a source; InputError if it does not exist."""
+    if isinstance(source, bool) or not isinstance(source, (int, str, Path)):
+        raise InputError(f"a video is a file, an address or the number of a camera, not {type(source).__name__}")
+    if isinstance(source, int):
+        if not sys.platform.startswith("linux"):
+            raise InputError("cameras by number are supported on Linux only: give the address of a stream")
+        device = f"/dev/video{source}"
+        if not Path(device).exists():
+            raise InputError(f"there is no camera {source}: {device} does not exist")
+        return av.open(device, format="v4l2")
+    if is_video_stream(source):
+        return av.open(source, timeout=_SECONDS)
+    if not Path(source).is_file():
+        raise InputError(f"there is no video file {printable(source)}")
+    return av.open(str(Path(source).absolute()), options={"protocol_whitelist": _FILE_PROTOCOLS})
 
 
 def _connected(

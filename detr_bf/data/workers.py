@@ -47,7 +47,9 @@ class WorkerDiedError(RuntimeError):
 def restart_dead_workers(make_batches: Callable[[int], Iterator[BatchT]], start: int) -> Iterator[BatchT]:
     """Yield the batches of ``make_batches(start)``; after a worker's death continue with the first missing batch.
 
-    ``make_batches`` returns the batches from an index on, the same ones at every call.
+    Args:
+        make_batches: index of a batch -> the batches from there on, the same ones at every call.
+        start: index of the first batch.
 
     Raises:
         TrainingError: workers died :data:`MAX_DEATHS` times without a batch in between.
@@ -85,8 +87,13 @@ def start_method() -> str:
     return chosen or multiprocessing.get_start_method()
 
 
+def startable_workers(workers: int) -> int:
+    """Return the number of workers, or 0, with a warning, if the main script has no guard and they are not forked."""
+    return 0 if workers and start_method() != "fork" and _lacks_guard() else workers
+
+
 @cache
-def lacks_guard() -> bool:
+def _lacks_guard() -> bool:
     """Return True, with a warning, for a main script that never reads ``__name__``."""
     main = sys.modules.get("__main__")
     file = getattr(main, "__file__", None)
@@ -121,7 +128,8 @@ def raise_deaths(workers: Sequence[BaseProcess]) -> Iterator[None]:
     previous = signal.getsignal(signal.SIGCHLD)
 
     def check(number: int, frame: FrameType | None) -> None:
-        if message := death_of(workers):
+        message = death_of(workers)
+        if message:
             signal.signal(signal.SIGCHLD, previous)
             raise WorkerDiedError(message)
         if callable(previous):
@@ -129,7 +137,8 @@ def raise_deaths(workers: Sequence[BaseProcess]) -> Iterator[None]:
 
     signal.signal(signal.SIGCHLD, check)
     try:
-        if message := death_of(workers):
+        message = death_of(workers)
+        if message:
             raise WorkerDiedError(message)
         yield
     finally:

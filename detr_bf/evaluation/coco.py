@@ -14,7 +14,7 @@ import importlib.util
 import io
 import logging
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -28,9 +28,19 @@ from detr_bf.common.errors import InputError
 from detr_bf.common.files import write_json
 from detr_bf.common.structures import ClassMap, Detections
 from detr_bf.common.text import listed, printable
-from detr_bf.data.annotation_values import BOX_ROUNDING, annotation_values, value_text
+from detr_bf.data.annotation_values import (
+    BOX_ROUNDING,
+    annotation_values,
+    crowd_mask,
+    object_area,
+    suspect_areas,
+    suspect_boxes,
+    suspect_crowds,
+    unknown_ids,
+    value_text,
+)
 from detr_bf.data.coco import CocoAnnotations, annotated_size, check_maps, read_annotations
-from detr_bf.data.columns import distinct
+from detr_bf.data.columns import Entries, distinct
 from detr_bf.data.images import MAX_PIXELS, header_size
 from detr_bf.data.masks import Segmentations, parts_of, read_ids
 from detr_bf.evaluation.error_types import scored_hits
@@ -64,7 +74,7 @@ class CocoEvaluator:
     Args:
         annotations: COCO JSON with ``images``, ``annotations`` and ``categories``, or its content.
         class_map: the model's classes; ``Detections.labels`` index into it.
-        engine: ``auto`` is hotcoco if installed, else pycocotools.
+        engine: ``auto`` is hotcoco if installed, else pycocotools; their results are bit-identical.
         max_detections: limit per class and image, highest scores first.
         images: folder of the image files, which have the sizes that the annotations do not state.
         masks: read the masks of the ground truth too, for :meth:`summarize_masks`.
@@ -93,7 +103,7 @@ class CocoEvaluator:
         self.engine = resolve_engine(engine)
         self.class_map = class_map
         self.max_detections = max_detections
-        self.ground_truth: Mapping[str, Any] = load_ground_truth(  # not to be changed
+        self._ground_truth = load_ground_truth(
             Path(annotations) if isinstance(annotations, str) else annotations,
             class_map,
             images=images,
@@ -101,7 +111,8 @@ class CocoEvaluator:
             panoptic=panoptic,
             max_pixels=max_pixels,
         )
-        self._image_ids = dict.fromkeys(image["id"] for image in self.ground_truth["images"])
+        self._image_ids = [image["id"] for image in self._ground_truth["images"]]
+        self._known_ids = frozenset(self._image_ids)
         self._detections: dict[int, Detections] = {}
         self.errors: list[ImageErrors] = []  # of the last summary of boxes
         self.mask_errors: list[ImageErrors] = []  # of the last summary of masks
@@ -115,7 +126,7 @@ class CocoEvaluator:
         """
         _check_detections(detections, self.class_map.num_classes)
         for image in detections:
-            if image.image_id not in self._image_ids:
+            if image.image_id not in self._known_ids:
                 raise InputError(
                     f"detections for image id {image.image_id}, which the annotation file does not list: "
                     "evaluate with the annotation file the images were read from"
@@ -126,6 +137,11 @@ class CocoEvaluator:
                     "Join the results of several processes with merge_shards"
                 )
             self._detections[image.image_id] = image
+
+    @property
+    def ground_truth(self) -> Mapping[str, Any]:
+        """Return the COCO data set with complete annotations; not to be changed."""
+        return self._ground_truth
 
     @property
     def detections(self) -> list[Detections]:
@@ -139,11 +155,11 @@ class CocoEvaluator:
         Raises:
             InputError: images are missing and ``partial`` is False.
         """
-        self.errors = image_errors(self.ground_truth, self.detections, self.class_map)
-        summary, curves = self._summary("bbox", self.class_map, self.errors, partial)
+        summary, curves = self._summary("bbox", self.class_map, partial)
         columns = np.argsort(np.argsort(self.class_map.category_ids))  # the engines' classes ascend by id
         self.precision = curves.precision[:, :, columns, 0, 2]
-        return summary
+        self.errors = image_errors(self._ground_truth, self.detections, self.class_map)
+        return _with_thresholds(summary, scored_hits(self.errors, self.class_map.num_classes))
 
     @without_garbage_collection()
     def summarize_masks(self, partial: bool = False) -> CocoSummary:
@@ -154,12 +170,14 @@ class CocoEvaluator:
         classes = zip(self.class_map.category_ids, self.class_map.names, self.class_map.is_thing, strict=True)
         things = [(category_id, name) for category_id, name, is_thing in classes if is_thing]
         classes_of_things = ClassMap(tuple(i for i, _ in things), tuple(name for _, name in things))
-        self.mask_errors = image_errors(self.ground_truth, self.detections, self.class_map, masks=True)
-        return self._summary("segm", classes_of_things, self.mask_errors, partial)[0]
+        summary, _ = self._summary("segm", classes_of_things, partial)
+        self.mask_errors = image_errors(self._ground_truth, self.detections, self.class_map, masks=True)
+        scored = scored_hits(self.mask_errors, self.class_map.num_classes)
+        return _with_thresholds(
+            summary, [own for own, is_thing in zip(scored, self.class_map.is_thing, strict=True) if is_thing]
+        )
 
-    def _summary(
-        self, kind: str, classes: ClassMap, errors: Sequence[ImageErrors], partial: bool
-    ) -> tuple[CocoSummary, Curves]:
+    def _summary(self, kind: str, classes: ClassMap, partial: bool) -> tuple[CocoSummary, Curves]:
         """Return metrics and curves of ``classes`` by the IoU of ``kind``, ``bbox`` or ``segm``."""
         missing = [image_id for image_id in self._image_ids if image_id not in self._detections]
         if missing and not partial:
@@ -167,17 +185,15 @@ class CocoEvaluator:
                 f"{len(missing)} of {len(self._image_ids)} images were not evaluated (image ids {listed(missing)}): "
                 "evaluate all images, or call summarize(partial=True)"
             )
-        ground_truth = _restrict(self.ground_truth, self._detections.keys(), classes)
+        ground_truth = _restrict(self._ground_truth, self._detections.keys(), classes)
         boxes = box_results(self.detections, self.class_map) if kind == "bbox" else None
         results = _mask_results(self.detections, self.class_map, classes) if boxes is None else boxes
         limits = (1, min(10, self.max_detections), self.max_detections)
         curves = match_and_accumulate(self.engine, ground_truth, results, limits, kind)
         objects = [annotation for annotation in ground_truth["annotations"] if not annotation["iscrowd"]]
-        scored = scored_hits(errors, self.class_map.num_classes)
-        scored = [scored[self.class_map.index[category_id]] for category_id in classes.category_ids]
         summary = CocoSummary(
             **_twelve_numbers(curves),
-            per_class=_per_class(curves, objects, classes, scored),
+            per_class=_per_class(curves, objects, classes),
             num_objects_by_size={  # like the metric, an object exactly on a bound counts on both sides
                 name: sum(low <= annotation["area"] <= high for annotation in objects)
                 for name, (low, high) in _SIZE_BOUNDS.items()
@@ -186,9 +202,18 @@ class CocoEvaluator:
             num_detections=len(results),
             max_detections=self.max_detections,
             engine=self.engine,
-            best=all_classes(scored).best(),
+            best=None,
         )
         return summary, curves
+
+
+def _with_thresholds(summary: CocoSummary, scored: Sequence[ScoredHits]) -> CocoSummary:
+    """Add the thresholds with the highest F1; ``scored`` are those of the classes of the summary."""
+    per_class = {
+        name: replace(result, best=own.best())
+        for (name, result), own in zip(summary.per_class.items(), scored, strict=True)
+    }
+    return replace(summary, per_class=per_class, best=all_classes(scored).best())
 
 
 def merge_shards(shards: Iterable[Sequence[Detections]]) -> list[Detections]:
@@ -266,16 +291,23 @@ def load_ground_truth(
         image["id"]: annotated_size(image) or (header_size(images / image["file_name"]) if images else None)
         for image in content.images
     }
-    kept = [annotation for annotation in content.annotations if annotation["image_id"] in sizes]
+    image_ids = sizes.keys()
+    kept = content.annotations
+    if isinstance(kept, Entries):
+        kept = kept.where(~unknown_ids(kept, "image_id", image_ids))
+    else:
+        kept = [annotation for annotation in kept if annotation["image_id"] in image_ids]
+    _check_categories(content, class_map)
+    _check_known(content.path, kept, class_map)
     names = dict(zip(class_map.category_ids, class_map.names, strict=True))
-    _check_classes(content, kept, names)
-    annotations = [_complete(content.path, annotation, number, masks) for number, annotation in enumerate(kept, 1)]
+    annotations = (None if masks else _complete_columns(kept)) or [
+        _complete(content.path, annotation, number, masks) for number, annotation in enumerate(kept, 1)
+    ]
     return {
         # pycocotools needs a size if there are masks; run lengths have their own, so 0 is fine if it is not known
         "images": [
-            {"id": image_id, "height": height, "width": width}
-            for image_id in sorted(sizes)
-            for height, width in [sizes[image_id] or (0, 0)]
+            {"id": i, "height": height, "width": width}
+            for i, (height, width) in ((i, sizes[i] or (0, 0)) for i in sorted(image_ids))
         ],
         "annotations": _learnable(content.path, annotations, sizes),
         "categories": [{"id": category_id, "name": names[category_id]} for category_id in sorted(names)],
@@ -336,6 +368,22 @@ def _complete(path: Path, annotation: Mapping[str, Any], number: int, masks: boo
     }
 
 
+def _complete_columns(annotations: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]] | None:
+    """Return :func:`_complete` of annotations in columns; None for a list, or if a value may be invalid."""
+    if not isinstance(annotations, Entries) or annotations.boxes is None:
+        return None
+    if any(suspects(annotations).any() for suspects in (suspect_boxes, suspect_areas, suspect_crowds)):
+        return None
+    bbox = annotations.listed("bbox", np.arange(len(annotations)))
+    area = annotations.numbers("area").astype(np.float64).tolist()
+    for row in np.flatnonzero(annotations.is_none("area")).tolist():
+        area[row] = object_area({"bbox": bbox[row]})
+    numbers = (annotations.numbers(key).tolist() for key in ("image_id", "category_id"))
+    columns = (*numbers, bbox, area, crowd_mask(annotations).astype(int).tolist())
+    names = ("id", "image_id", "category_id", "bbox", "area", "iscrowd")
+    return [dict(zip(names, row, strict=True)) for row in zip(range(1, len(bbox) + 1), *columns, strict=True)]
+
+
 def _learnable(
     path: Path, annotations: Sequence[dict[str, Any]], sizes: Mapping[int, tuple[int, int] | None]
 ) -> list[dict[str, Any]]:
@@ -368,18 +416,23 @@ def _learnable(
     return kept
 
 
-def _check_classes(content: CocoAnnotations, objects: Sequence[Mapping[str, Any]], names: Mapping[int, str]) -> None:
-    """Raise :class:`InputError` unless categories and objects are those of the model, ``names`` by category id."""
-    for category_id, name in zip(content.class_map.category_ids, content.class_map.names, strict=True):
-        if names.get(category_id, name) != name:
+def _check_categories(content: CocoAnnotations, class_map: ClassMap) -> None:
+    known = dict(zip(class_map.category_ids, class_map.names, strict=True))
+    found = content.class_map
+    for category_id, name in zip(found.category_ids, found.names, strict=True):
+        if known.get(category_id, name) != name:
             raise InputError(
                 f"{printable(content.path)} calls category id {category_id} '{name}', the model was trained with it as "
-                f"'{names[category_id]}': evaluate with annotations of the same categories"
+                f"'{known[category_id]}': evaluate with annotations of the same categories"
             )
-    if unknown := distinct(objects, "category_id").difference(names):
+
+
+def _check_known(path: Path, objects: Sequence[Mapping[str, Any]], class_map: ClassMap) -> None:
+    unknown = distinct(objects, "category_id").difference(class_map.category_ids)
+    if unknown:
         raise InputError(
-            f"{printable(content.path)} has objects of category ids {sorted(unknown)}, which the model does not know; "
-            f"it knows {sorted(names)}"
+            f"{printable(path)} has objects of category ids {sorted(unknown)}, which the model does not know; "
+            f"it knows {sorted(class_map.category_ids)}"
         )
 
 
@@ -395,12 +448,16 @@ def _check_detections(detections: Sequence[Detections], num_classes: int) -> Non
     assert not len(labels) or 0 <= int(labels.min()) <= int(labels.max()) < num_classes, "labels outside the class map"
 
 
-def _restrict(ground_truth: Mapping[str, Any], image_ids: Collection[int], classes: ClassMap) -> dict[str, Any]:
+def _restrict(ground_truth: Mapping[str, Any], image_ids: Iterable[int], classes: ClassMap) -> dict[str, Any]:
     """Return the data set with these images and classes only."""
-    annotations = [a for a in ground_truth["annotations"] if a["image_id"] in image_ids]
+    kept = set(image_ids)
     return {
-        "images": [image for image in ground_truth["images"] if image["id"] in image_ids],
-        "annotations": [a for a in annotations if a["category_id"] in classes.index],
+        "images": [image for image in ground_truth["images"] if image["id"] in kept],
+        "annotations": [
+            item
+            for item in ground_truth["annotations"]
+            if item["image_id"] in kept and item["category_id"] in classes.index
+        ],
         "categories": [category for category in ground_truth["categories"] if category["id"] in classes.index],
     }
 
@@ -432,17 +489,14 @@ def _twelve_numbers(curves: Curves) -> dict[str, float | None]:
     return {name: _mean_valid(view) for name, view in zip(BOX_METRIC_NAMES, views, strict=True)}
 
 
-def _per_class(
-    curves: Curves, objects: Iterable[Mapping[str, Any]], class_map: ClassMap, scored: Sequence[ScoredHits]
-) -> dict[str, ClassResult]:
+def _per_class(curves: Curves, objects: Iterable[Mapping[str, Any]], class_map: ClassMap) -> dict[str, ClassResult]:
     """Return the results by class name in the order of the class map; a repeated name is followed by its id."""
     columns = {category_id: column for column, category_id in enumerate(sorted(class_map.category_ids))}
     objects_of = Counter(annotation["category_id"] for annotation in objects)
     per_class = {}
-    for category_id, name, hits in zip(class_map.category_ids, class_map.distinct_names, scored, strict=True):
+    for category_id, name in zip(class_map.category_ids, class_map.distinct_names, strict=True):
         precision = curves.precision[:, :, columns[category_id], 0, 2]  # (T, R)
-        ap, ap50 = _mean_valid(precision), _mean_valid(precision[_IOU_50])
-        per_class[name] = ClassResult(ap, ap50, objects_of[category_id], hits.best())
+        per_class[name] = ClassResult(_mean_valid(precision), _mean_valid(precision[_IOU_50]), objects_of[category_id])
     return per_class
 
 
@@ -468,11 +522,14 @@ def match_and_accumulate(
     limits: Sequence[int],
     kind: str,
 ) -> Curves:
-    """Return COCO's curves of a data set by the IoU of ``kind``, ``bbox`` or ``segm``. pycocotools changes ``results``.
+    """Return COCO's curves by the IoU of ``kind``, ``bbox`` or ``segm``. pycocotools adds keys to ``results``.
 
     Args:
+        engine: ``pycocotools`` or ``hotcoco``.
+        ground_truth: a COCO data set.
         results: in COCO's results format, or the array of :func:`box_results`.
         limits: detections per image and class, ascending.
+        kind: ``bbox`` or ``segm``.
     """
     if engine == "hotcoco":
         import hotcoco

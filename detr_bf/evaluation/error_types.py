@@ -72,7 +72,7 @@ class _Rows(NamedTuple):
         hits, labels = self.kinds[order] == HIT, self.labels[order]
         known = np.flatnonzero(totals)
         places = zip(known, *(np.searchsorted(labels, known, side=side) for side in ("left", "right")), strict=True)
-        values = [average_precision(hits[begin:end], int(totals[k])) for k, begin, end in places]
+        values = [_sorted_precision(hits[begin:end], int(totals[k])) for k, begin, end in places]
         return float(np.mean(values)) if values else None
 
     def at(self, kept: np.ndarray) -> _Rows:
@@ -145,11 +145,20 @@ def _becomes(image: ImageErrors) -> np.ndarray:
     return becomes
 
 
-def average_precision(hits: np.ndarray, num_objects: int) -> float:
+def average_precision(detections: Sequence[tuple[float, bool]], num_objects: int) -> float:
     """Return COCO's AP of one class at one IoU: mean interpolated precision at 101 recalls.
 
-    ``hits`` (D,) bool are the detections by descending score; ``num_objects`` is at least 1.
+    Args:
+        detections: score, and whether it is a hit.
+        num_objects: at least 1.
     """
+    scores = np.array([score for score, _ in detections], dtype=np.float64)
+    hits = np.array([hit for _, hit in detections], dtype=bool)
+    return _sorted_precision(hits[np.argsort(-scores, kind="stable")], num_objects)
+
+
+def _sorted_precision(hits: np.ndarray, num_objects: int) -> float:
+    """Return :func:`average_precision` of detections (D,) bool by descending score."""
     found = np.cumsum(hits)
     precision = found / (np.arange(len(hits)) + 1)
     best_from = np.append(np.maximum.accumulate(precision[::-1])[::-1], 0.0)
@@ -235,8 +244,11 @@ def object_groups(
     detection that is matched with an object of another group is ignored, and so is an error that has the property of
     another group; here matches stay those of all objects together.
 
-    ``sizes`` are height and width in pixels by image id; an image without them is not counted for the border.
-    ``threshold`` is the least score of a detection for the recall.
+    Args:
+        images: of :func:`image_errors`.
+        sizes: image id -> height and width in pixels; an image without them is not counted for the border.
+        num_classes: K.
+        threshold: least score of a detection for the recall.
     """
     every = _Rows.of(images)
     object_labels = _joined([image.object_labels for image in images])
@@ -351,8 +363,8 @@ def label_suspects(
     ends = np.cumsum([0, *(len(image.types) for image in images)])
     suspects: list[LabelSuspect] = []
     for kind in ("background", "class"):
-        of_kind = np.flatnonzero(rows.kinds == kind)
-        for row in of_kind[np.argsort(-rows.scores[of_kind], kind="stable")][:most].tolist():
+        own = np.flatnonzero(rows.kinds == kind)
+        for row in own[np.argsort(-rows.scores[own], kind="stable")][:most].tolist():
             number = int(np.searchsorted(ends, row, side="right")) - 1
             image, at = images[number], row - ends[number]
             annotated = int(image.object_labels[image.causes[at]]) if kind == "class" else None
@@ -383,17 +395,17 @@ def error_document(
     """Return everything about the errors of a detector as plain values for JSON.
 
     Args:
+        images: of :func:`image_errors`.
         sizes: image id -> height and width in pixels.
         precision: (T, R, K), COCO's precision at IoU 0.50, 0.55, ... and recall 0, 0.01, ..., 1; -1 without objects.
         class_names: K names, all different.
         threshold: least score of a detection for the confusion matrix, the recall of groups and the worst images.
         most: limit for the images and for each kind of suspects.
         missing: see :func:`label_suspects`.
-        masks: the same images by the IoU of masks.
-        panoptic: of :func:`~detr_bf.evaluation.panoptic_errors.panoptic_document`.
+        masks: the same images by the IoU of masks, None without masks.
+        panoptic: of :func:`~detr_bf.evaluation.panoptic_errors.panoptic_document`, None without panoptic maps.
     """
     num_classes = len(class_names)
-    few_classes = num_classes <= MOST_CONFUSED
     with_objects = precision.reshape(-1, num_classes).min(0) > -1
     known = precision[:, :, with_objects]
     by_iou = known.mean(2) if known.shape[2] else np.empty((0, precision.shape[1]))
@@ -401,24 +413,23 @@ def error_document(
         "images": len(images),
         "threshold": threshold,
         **_matched_part(images, num_classes),
-        "confusion": confusion_matrix(images, num_classes, threshold).tolist() if few_classes else None,
+        "confusion": confusion_matrix(images, num_classes, threshold).tolist()
+        if num_classes <= MOST_CONFUSED
+        else None,
         "classes": list(class_names),
         "groups": {
             name: [group._asdict() for group in groups]
             for name, groups in object_groups(images, sizes, num_classes, threshold).items()
         },
-        "precision_by_iou": {f"{0.5 + 0.05 * at:.2f}": _rounded(row) for at, row in enumerate(by_iou)},
-        "precision_by_class": {
-            class_names[k]: _rounded(precision[0, :, k]) for k in np.flatnonzero(with_objects).tolist()
+        "precision_by_iou": {
+            f"{0.5 + 0.05 * at:.2f}": [round(float(v), 4) for v in row] for at, row in enumerate(by_iou)
         },
-        "worst": [
-            {
-                "image_id": image.image_id,
-                "missed": int(image.missed.sum()),
-                "errors": dict(Counter(kind for kind in image.types if kind not in (HIT, IGNORED))),
-            }
-            for image in worst_images(images, threshold, most)
-        ],
+        "precision_by_class": {
+            name: [round(float(value), 4) for value in precision[0, :, k]]
+            for k, name in enumerate(class_names)
+            if with_objects[k]
+        },
+        "worst": [_worst_entry(image) for image in worst_images(images, threshold, most)],
         "suspects": [
             {**suspect._asdict(), "box": list(suspect.box)} for suspect in label_suspects(images, most, missing)
         ],
@@ -441,9 +452,10 @@ def _matched_part(images: Sequence[ImageErrors], num_classes: int) -> dict[str, 
     }
 
 
-def _rounded(values: np.ndarray) -> list[float]:
-    return [round(value, 4) for value in values.tolist()]
-
-
 def _plain(value: float) -> float | None:
     return None if np.isnan(value) else float(value)
+
+
+def _worst_entry(image: ImageErrors) -> dict[str, Any]:
+    counts = Counter(kind for kind in image.types if kind not in (HIT, IGNORED))
+    return {"image_id": image.image_id, "missed": int(image.missed.sum()), "errors": dict(counts)}

@@ -10,7 +10,7 @@ Shape legend: D detections, O objects without crowds.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -56,8 +56,18 @@ class ImageErrors:
         Matches stay the same, because higher scores are matched first.
         """
         kept = int((self.scores >= threshold).sum())
-        of_detections = ("boxes", "scores", "labels", "ious", "matches", "types", "causes")
-        return replace(self, **{name: getattr(self, name)[:kept] for name in of_detections})
+        return ImageErrors(
+            self.image_id,
+            self.boxes[:kept],
+            self.scores[:kept],
+            self.labels[:kept],
+            self.object_boxes,
+            self.object_labels,
+            self.ious[:kept],
+            self.matches[:kept],
+            self.types[:kept],
+            self.causes[:kept],
+        )
 
 
 def image_errors(
@@ -65,8 +75,12 @@ def image_errors(
 ) -> list[ImageErrors]:
     """Match the detections of each image and find the type of each error; images ascend by id.
 
-    Every annotation of the COCO data set has ``bbox``, ``iscrowd`` and ``category_id``; with ``masks``, which takes the
-    IoU of masks and things only, also ``segmentation`` as compressed run lengths.
+    Args:
+        ground_truth: COCO data set with ``bbox``, ``iscrowd`` and ``category_id`` in every annotation; for masks also
+            ``segmentation``, as compressed run lengths.
+        detections: of the images to examine.
+        class_map: the classes.
+        masks: take the IoU of masks, and things only.
     """
     is_thing = np.array(class_map.is_thing, dtype=bool)
     objects = _Objects.of(ground_truth["annotations"], class_map)
@@ -77,22 +91,32 @@ def image_errors(
     begins, ends = (np.searchsorted(objects.image_ids, ids, side=side) for side in ("left", "right"))
     boxes, scores, labels = columns_of(images)
     xywh = np.concatenate([boxes[:, :2], boxes[:, 2:] - boxes[:, :2]], axis=1)
-    errors, end = [], 0
+    found, orders, compared, end = [], [], [], 0
     for image, *place in zip(images, begins, ends, strict=True):
         begin, end = end, end + len(image.scores)
         order = np.argsort(-scores[begin:end], kind="stable") + begin
         order = order[is_thing[labels[order]]] if masks else order
-        objects_of_image, encoded = objects.at(slice(*place)), xywh[order]
+        own, encoded = objects.at(slice(*place)), xywh[order]
         if masks:
             assert image.masks is not None, "the detections have masks"
             encoded = [image.masks[row - begin] for row in order]
-        ious, same, matches = _compared(encoded, labels[order], objects_of_image, masks)
-        types, causes = _error_types(same, ious - same, matches)
-        kept = objects_of_image.at(~objects_of_image.is_crowd)
-        detected = boxes[order], scores[order], labels[order]
-        errors.append(
-            ImageErrors(image.image_id, *detected, kept.corners, kept.labels, ious, matches, tuple(types), causes)
+        ious, comparison = _compared(encoded, labels[order], own, masks)
+        found.append((image.image_id, own if not own.is_crowd.any() else own.at(~own.is_crowd), ious))
+        orders.append(order)
+        compared.append(comparison)
+    if not found:
+        return []
+    types, causes = _error_types(_Comparison(*(np.concatenate(parts) for parts in zip(*compared, strict=True))))
+    order, end, errors = np.concatenate(orders), 0, []
+    boxes, scores, labels = boxes[order], scores[order], labels[order]
+    for (image_id, own, ious), comparison in zip(found, compared, strict=True):
+        rows = slice(end, end + len(comparison.matches))
+        end = rows.stop
+        detected, kinds = (boxes[rows], scores[rows], labels[rows]), tuple(types[rows])
+        result = ImageErrors(
+            image_id, *detected, own.corners, own.labels, ious, comparison.matches, kinds, causes[rows]
         )
+        errors.append(result)
     return errors
 
 
@@ -128,21 +152,39 @@ def columns_of(detections: Sequence[Detections]) -> tuple[np.ndarray, np.ndarray
     return boxes.double().numpy(), scores.double().numpy(), labels.numpy()
 
 
+class _Comparison(NamedTuple):
+    """Detections compared with the objects of their image, (D,) each."""
+
+    matches: np.ndarray  # int64, of match_objects
+    same: np.ndarray  # int64, object of the same class with the highest IoU
+    iou_same: np.ndarray  # its IoU, 0 if there is none
+    other: np.ndarray  # int64, the same for objects of other classes
+    iou_other: np.ndarray
+
+
 def _compared(
     detected: Sequence[Any] | np.ndarray, labels: np.ndarray, objects: _Objects, masks: bool
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the IoU (D, O) of detections, by descending score, the part with objects of their class, and the matches.
+) -> tuple[np.ndarray, _Comparison]:
+    """Return the IoU (D, O) of detections, by descending score, and the comparison.
 
-    ``detected`` are boxes (D, 4) x, y, width, height, with ``masks`` run lengths. The second IoU (D, O) is 0 for
-    objects of other classes. The matches (D,) are those of :func:`match_objects`.
+    ``detected`` are boxes (D, 4) x, y, width, height, with ``masks`` run lengths.
     """
     is_crowd = objects.is_crowd
-    shapes = [each["segmentation"] for each in objects.annotations] if masks else objects.boxes
-    ious, of_class = pairwise_ious(detected, shapes, is_crowd), labels[:, None] == objects.labels
-    on_crowd = ((ious >= MATCH_IOU) & is_crowd & of_class).any(1)
-    ious, of_class = ious[:, ~is_crowd], of_class[:, ~is_crowd]
+    own = [each["segmentation"] for each in objects.annotations] if masks else objects.boxes
+    ious, of_class = pairwise_ious(detected, own, is_crowd), labels[:, None] == objects.labels
+    on_crowd = None
+    if is_crowd.any():
+        on_crowd = ((ious >= MATCH_IOU) & is_crowd & of_class).any(1)
+        ious, of_class = ious[:, ~is_crowd], of_class[:, ~is_crowd]
     same = np.where(of_class, ious, 0.0)
-    return ious, same, match_objects(same, on_crowd)
+    matches = match_objects(same, on_crowd)
+    if not ious.size:
+        none, nothing = np.zeros(len(labels), dtype=np.int64), np.zeros(len(labels))
+        return ious, _Comparison(matches, none, nothing, none, nothing)
+    other, at = ious - same, np.arange(len(labels))
+    nearest_same, nearest_other = same.argmax(1), other.argmax(1)
+    pairs = nearest_same, same[at, nearest_same], nearest_other, other[at, nearest_other]
+    return ious, _Comparison(matches, *pairs)
 
 
 def pairwise_ious(
@@ -171,23 +213,18 @@ def match_objects(ious: np.ndarray, on_crowd: np.ndarray | None = None) -> np.nd
     return matches
 
 
-def _error_types(same: np.ndarray, other: np.ndarray, matches: np.ndarray) -> tuple[list[str], np.ndarray]:
-    """Return type and cause of each detection: TIDE, section 2.2, for what several types fit in this order.
-
-    ``same`` and ``other`` are the IoU (D, O) with objects of the class of the detection and of other classes, else 0.
-    """
-    causes = np.full(len(matches), NO_OBJECT, dtype=np.int64)
-    types = np.full(len(matches), "background", dtype=object)
-    highest_same, highest_other = same.max(1, initial=0), other.max(1, initial=0)
-    types[highest_other >= BACKGROUND_IOU] = "both"
-    near = highest_same >= MATCH_IOU
-    for kind, fits, ious in (
-        ("duplicate", near, same),
-        ("class", highest_other >= MATCH_IOU, other),
-        ("localisation", (highest_same >= BACKGROUND_IOU) & ~near, same),
+def _error_types(found: _Comparison) -> tuple[list[str], np.ndarray]:
+    """Return type and cause of each detection: TIDE, section 2.2, for what several types fit in this order."""
+    causes = np.full(len(found.matches), NO_OBJECT, dtype=np.int64)
+    types = np.full(len(found.matches), "background", dtype=object)
+    types[found.iou_other >= BACKGROUND_IOU] = "both"
+    near = found.iou_same >= MATCH_IOU
+    for kind, fits, cause in (
+        ("duplicate", near, found.same),
+        ("class", found.iou_other >= MATCH_IOU, found.other),
+        ("localisation", (found.iou_same >= BACKGROUND_IOU) & ~near, found.same),
     ):
-        rows = np.flatnonzero((matches == NO_OBJECT) & fits)
-        if len(rows):
-            types[rows], causes[rows] = kind, ious[rows].argmax(1)
-    types[matches >= 0], types[matches == CROWD] = HIT, IGNORED
+        rows = np.flatnonzero((found.matches == NO_OBJECT) & fits)
+        types[rows], causes[rows] = kind, cause[rows]
+    types[found.matches >= 0], types[found.matches == CROWD] = HIT, IGNORED
     return types.tolist(), causes

@@ -31,7 +31,7 @@ from detr_bf.data.annotation_values import (
     value_text,
 )
 from detr_bf.data.images import MAX_PIXELS
-from detr_bf.data.masks import encoded_ids, mask_box, read_ids
+from detr_bf.data.masks import encoded_ids, read_ids
 from detr_bf.evaluation.panoptic_errors import SegmentMatches, SegmentPair, segment_errors
 from detr_bf.evaluation.results import PANOPTIC_METRIC_NAMES, PanopticClassResult, PanopticSummary
 
@@ -58,21 +58,27 @@ class PanopticFile(Mapping[int, PanopticMap]):
             raise InputError(
                 f"there is no folder {printable(folder)}; expected the PNG files of {printable(annotations)} there"
             )
-        self.entries = _read_entries(Path(annotations), class_map)  # by image id
+        self._entries = _read_entries(Path(annotations), class_map)
 
     def __getitem__(self, image_id: int) -> PanopticMap:
         """Read the PNG of an image; :class:`InputError` if that fails, KeyError for an image without annotation."""
-        file_name, segments = self.entries[image_id]
-        return PanopticMap(image_id, read_ids(self._folder / file_name, self._max_pixels), segments)
+        entry = self._entries[image_id]
+        return PanopticMap(image_id, read_ids(self._folder / entry.file_name, self._max_pixels), entry.segments)
 
     def __contains__(self, image_id: object) -> bool:
-        return image_id in self.entries
+        return image_id in self._entries
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self.entries)
+        return iter(self._entries)
 
     def __len__(self) -> int:
-        return len(self.entries)
+        return len(self._entries)
+
+    def __eq__(self, other: object) -> bool:
+        """Compare the entries; the folders of the PNGs may differ."""
+        return isinstance(other, PanopticFile) and self._entries == other._entries
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 def write_panoptic(
@@ -85,8 +91,10 @@ def write_panoptic(
     """Write maps as COCO panoptic results: one PNG an image in ``folder``, then the JSON, each file atomically.
 
     Args:
+        json_path: file for ``annotations`` and ``categories``, with the category ids of the annotation file.
+        folder: for the PNG files.
         maps: written one by one.
-        class_map: ``Segment.label`` indexes into it; its category ids are written.
+        class_map: ``Segment.label`` indexes into it.
         file_names: image id -> name of the image or PNG, relative; its ending is replaced by ``.png``.
 
     Raises:
@@ -105,12 +113,7 @@ class EncodedMap(NamedTuple):
 
 def encode(found: PanopticMap, class_map: ClassMap, file_names: Mapping[int, str]) -> EncodedMap:
     """Return a map in COCO's format; arguments and errors as in :func:`write_panoptic`."""
-    if found.image_id not in file_names:
-        raise InputError(f"image id {found.image_id} has no file name to write its panoptic PNG to: name every image")
-    try:
-        name = png_name(file_names[found.image_id])
-    except ValueError as error:
-        raise InputError(f"image id {found.image_id} has {error}") from None
+    name = _png_name(found.image_id, file_names)
     areas = areas_of(found, class_map.num_classes)
     segments = [_segment_info(found.ids.cpu().numpy(), s, areas[s.id], class_map) for s in found.segments]
     annotation = {"image_id": found.image_id, "file_name": name, "segments_info": segments}
@@ -169,19 +172,22 @@ def pixels_of_values(values: np.ndarray) -> dict[int, int]:
     return dict(zip(distinct.tolist(), pixels.astype(np.int64).tolist(), strict=True))
 
 
-def _read_entries(path: Path, class_map: ClassMap) -> dict[int, tuple[str, tuple[Segment, ...]]]:
-    """Return the name of the PNG and the segments by image id.
+class _Entry(NamedTuple):
+    """Annotation of one image in the JSON."""
 
-    Raises:
-        InputError: the file is missing or invalid, or the classes differ.
-    """
+    file_name: str  # of the PNG
+    segments: tuple[Segment, ...]
+
+
+def _read_entries(path: Path, class_map: ClassMap) -> dict[int, _Entry]:
+    """Return the entries by image id; :class:`InputError` if the file is missing or invalid, or the classes differ."""
     where = file = printable(path)
     try:
         content = read_json(path)
     except (OSError, ValueError) as error:
         raise InputError(f"annotation file {where} cannot be read ({error}); expected a COCO panoptic JSON") from error
     _check_categories(file, _value(file, content, "categories", list), class_map)
-    entries: dict[int, tuple[str, tuple[Segment, ...]]] = {}
+    entries: dict[int, _Entry] = {}
     for number, annotation in enumerate(_value(file, content, "annotations", list)):
         where = f"{file}: annotations[{number}]"
         image_id = _value(where, annotation, "image_id", int)
@@ -191,7 +197,7 @@ def _read_entries(path: Path, class_map: ClassMap) -> dict[int, tuple[str, tuple
         segments = tuple(_segment(f"{where}: segments_info[{n}]", s, class_map) for n, s in enumerate(listed))
         if len({segment.id for segment in segments}) < len(segments):
             raise InputError(f"{where}: segment ids {[s.id for s in segments]} of segments_info, expected each once")
-        entries[image_id] = _value(where, annotation, "file_name", str), segments
+        entries[image_id] = _Entry(_value(where, annotation, "file_name", str), segments)
     if not entries:
         raise InputError(f"{file} has no annotations, expected one for each image")
     return entries
@@ -238,13 +244,25 @@ def _value(where: str, entry: object, key: str, kind: type) -> Any:
     return value
 
 
+def _png_name(image_id: int, file_names: Mapping[int, str]) -> str:
+    if image_id not in file_names:
+        raise InputError(f"image id {image_id} has no file name to write its panoptic PNG to: name every image")
+    try:
+        return png_name(file_names[image_id])
+    except ValueError as error:
+        raise InputError(f"image id {image_id} has {error}") from None
+
+
 def _segment_info(ids: np.ndarray, segment: Segment, area: int, class_map: ClassMap) -> dict[str, Any]:
-    """Return an entry of ``segments_info``."""
+    """Return an entry of ``segments_info``; bbox is x, y, width, height in pixels."""
+    mask = ids == segment.id
+    rows, columns = np.flatnonzero(mask.any(axis=1)), np.flatnonzero(mask.any(axis=0))
+    top, left, bottom, right = (int(line) for line in (rows[0], columns[0], rows[-1] + 1, columns[-1] + 1))
     return {
         "id": segment.id,
         "category_id": class_map.category_ids[segment.label],
         "area": area,
-        "bbox": mask_box(ids == segment.id),
+        "bbox": [left, top, right - left, bottom - top],
         "iscrowd": 0,
         "isthing": int(class_map.is_thing[segment.label]),
     }
@@ -260,7 +278,14 @@ class PanopticEvaluator:
     the ground truth are read from the annotation file. Ids of a ground-truth PNG that its annotation does not list
     match nothing and are not void.
 
-    Arguments and errors are those of :class:`PanopticFile`.
+    Args:
+        annotations: COCO panoptic JSON with ``annotations`` and ``categories``.
+        folder: of its PNG files.
+        class_map: the model's classes; ``Segment.label`` indexes into it.
+        max_pixels: limit for a PNG file.
+
+    Raises:
+        InputError: a path is missing, the file is not a COCO panoptic JSON, its categories contradict ``class_map``.
     """
 
     def __init__(
@@ -268,7 +293,12 @@ class PanopticEvaluator:
     ) -> None:
         self.class_map = class_map
         self._truths = PanopticFile(annotations, folder, class_map, max_pixels)
-        self.counts: dict[int, SegmentMatches] = {}  # matches and errors by image id
+        self._counts: dict[int, SegmentMatches] = {}
+
+    @property
+    def counts(self) -> Mapping[int, SegmentMatches]:
+        """Return matches and errors by image id."""
+        return self._counts
 
     def update(self, maps: Sequence[PanopticMap]) -> None:
         """Add images, including images without segments.
@@ -283,7 +313,7 @@ class PanopticEvaluator:
                     f"a panoptic map for image id {found.image_id}, which has no annotation in the annotation file: "
                     "evaluate with the annotation file the images were read from"
                 )
-            if found.image_id in self.counts:
+            if found.image_id in self._counts:
                 raise InputError(
                     f"image id {found.image_id} was given twice: every image counts once. "
                     "Join the evaluators of several processes with merge"
@@ -294,8 +324,9 @@ class PanopticEvaluator:
                     f"the panoptic map of image id {found.image_id} is of shape {tuple(found.ids.shape)}, its ground "
                     f"truth of shape {tuple(truth.ids.shape)}: make maps of the file's height x width"
                 )
-            areas = areas_of(found, self.class_map.num_classes)
-            self.counts[found.image_id] = _compare(truth, found, areas, self.class_map.is_thing)
+            self._counts[found.image_id] = _compare(
+                truth, found, areas_of(found, self.class_map.num_classes), self.class_map.is_thing
+            )
 
     def merge(self, other: PanopticEvaluator) -> None:
         """Add the images of ``other``; for an image in both, the result of ``self`` is kept.
@@ -305,12 +336,12 @@ class PanopticEvaluator:
         Raises:
             InputError: ``other`` was made for another ground truth or other classes.
         """
-        if (self._truths.entries, self.class_map) != (other._truths.entries, other.class_map):
+        if (self._truths, self.class_map) != (other._truths, other.class_map):
             raise InputError(
                 "panoptic evaluators of different annotation files or classes cannot be merged: use the same in all"
             )
-        for image_id, counts in other.counts.items():
-            self.counts.setdefault(image_id, counts)
+        for image_id, counts in other._counts.items():
+            self._counts.setdefault(image_id, counts)
 
     def summarize(self, partial: bool = False) -> PanopticSummary:
         """Return the metrics of all images of the file; with ``partial``, of those added so far only.
@@ -318,14 +349,14 @@ class PanopticEvaluator:
         Raises:
             InputError: images are missing and ``partial`` is False.
         """
-        missing = sorted(self._truths.keys() - self.counts.keys())
+        missing = sorted(self._truths.keys() - self._counts.keys())
         if missing and not partial:
             raise InputError(
                 f"{len(missing)} of {len(self._truths)} images were not evaluated, the first of image id {missing[0]}: "
                 "evaluate all images, or call summarize(partial=True)"
             )
-        per_class = _per_class([self.counts[image_id] for image_id in sorted(self.counts)], self.class_map)
-        return PanopticSummary(**_nine_numbers(per_class.values()), per_class=per_class, num_images=len(self.counts))
+        per_class = _per_class([self._counts[image_id] for image_id in sorted(self._counts)], self.class_map)
+        return PanopticSummary(**_nine_numbers(per_class.values()), per_class=per_class, num_images=len(self._counts))
 
 
 def _compare(
@@ -379,8 +410,8 @@ def _per_class(counts: Sequence[SegmentMatches], class_map: ClassMap) -> dict[st
     for image in counts:
         for label, iou in image.matches:
             ious[label].append(iou)
-    fp = Counter(error.label for image in counts for error in image.wrong)
-    fn = Counter(error.label for image in counts for error in image.missed)
+    fp = Counter(label for image in counts for label in image.false_positives)
+    fn = Counter(label for image in counts for label in image.false_negatives)
     return {
         name: _class_result(ious[index], fp[index], fn[index], class_map.is_thing[index])
         for index, name in enumerate(class_map.distinct_names)

@@ -49,6 +49,16 @@ class SegmentMatches(NamedTuple):
     ignored: tuple[int, ...]  # ids of predicted segments that count nowhere
 
     @property
+    def false_positives(self) -> tuple[int, ...]:
+        """Return the class of each wrong segment."""
+        return tuple(error.label for error in self.wrong)
+
+    @property
+    def false_negatives(self) -> tuple[int, ...]:
+        """Return the class of each missed segment."""
+        return tuple(error.label for error in self.missed)
+
+    @property
     def lost(self) -> float:
         """Return the sum of 1 - IoU over matches, 0.5 for each wrong and 0.5 for each missed segment."""
         return sum(1 - iou for _, iou in self.matches) + 0.5 * (len(self.wrong) + len(self.missed))
@@ -161,7 +171,11 @@ def panoptic_document(images: Mapping[int, SegmentMatches], summary: PanopticSum
 
     The quality of a class is 1 minus what its causes have lost: 1 - IoU of each match and 0.5 for each wrong and each
     missed segment, divided by the number of segments, TP + FP / 2 + FN / 2. Means are those over classes.
-    ``most`` limits the worst images.
+
+    Args:
+        images: by image id.
+        summary: of the same images.
+        most: limit for the worst images.
     """
     causes_by_class = _causes_by_class(images.values(), len(summary.per_class))
     per_class: dict[str, dict[str, Any]] = {

@@ -15,7 +15,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
 import numpy as np
 
 BOX_METRIC_NAMES = ("AP", "AP50", "AP75", "APs", "APm", "APl", "AR1", "AR10", "AR", "ARs", "ARm", "ARl")
@@ -117,6 +116,11 @@ class ClassResult:
     num_objects: int
     best: OperatingPoint | None = None  # highest F1 at IoU 0.5; None without objects or detections
 
+    @classmethod
+    def from_dict(cls, state: Mapping[str, Any]) -> ClassResult:
+        """Inverse of ``dataclasses.asdict``."""
+        return cls(**{**state, "best": _point(state.get("best"))})
+
 
 @dataclass(frozen=True)
 class CocoSummary:
@@ -149,7 +153,22 @@ class CocoSummary:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain dictionaries and numbers for JSON."""
-        return dataclasses.asdict(self)
+        return {
+            **{field.name: getattr(self, field.name) for field in dataclasses.fields(self)},
+            "per_class": {name: dataclasses.asdict(result) for name, result in self.per_class.items()},
+            "num_objects_by_size": dict(self.num_objects_by_size),
+            "best": self.best and dataclasses.asdict(self.best),
+        }
+
+    @classmethod
+    def from_dict(cls, state: Mapping[str, Any]) -> CocoSummary:
+        """Inverse of :meth:`to_dict`."""
+        per_class = {name: ClassResult.from_dict(result) for name, result in state["per_class"].items()}
+        return cls(**{**state, "per_class": per_class, "best": _point(state.get("best"))})
+
+
+def _point(state: Mapping[str, float] | None) -> OperatingPoint | None:
+    return None if state is None else OperatingPoint(**state)
 
 
 @dataclass(frozen=True)
@@ -192,6 +211,12 @@ class PanopticSummary:
     def to_dict(self) -> dict[str, Any]:
         """Return plain dictionaries and numbers for JSON."""
         return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, state: Mapping[str, Any]) -> PanopticSummary:
+        """Inverse of :meth:`to_dict`."""
+        per_class = {name: PanopticClassResult(**result) for name, result in state["per_class"].items()}
+        return cls(**{**state, "per_class": per_class})
 
 
 @dataclass(frozen=True)
@@ -237,10 +262,21 @@ class Result:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain dictionaries and numbers for JSON: those of the boxes, ``masks``, ``panoptic``, ``losses``."""
-        state = dataclasses.asdict(self)
-        return state.pop("boxes") | state
+        return {
+            **self.boxes.to_dict(),
+            "masks": self.masks and self.masks.to_dict(),
+            "panoptic": self.panoptic and self.panoptic.to_dict(),
+            "losses": dict(self.losses),
+        }
 
     @classmethod
     def from_dict(cls, state: Mapping[str, Any]) -> Result:
-        """Inverse of :meth:`to_dict`; ValueError for a mapping of another form."""
-        return msgspec.convert({**state, "boxes": state}, cls)
+        """Inverse of :meth:`to_dict`."""
+        boxes = dict(state)
+        masks, panoptic, losses = (boxes.pop(name, None) for name in ("masks", "panoptic", "losses"))
+        return cls(
+            CocoSummary.from_dict(boxes),
+            masks and CocoSummary.from_dict(masks),
+            panoptic and PanopticSummary.from_dict(panoptic),
+            losses or {},
+        )

@@ -251,10 +251,9 @@ def _read_result(path: Path, page: TaskPage) -> Any:
     text = _read_text(path)
     if text is None:
         return None
-    content = _parse_json(text, path)
     try:
-        return page.read_result(content)
-    except (KeyError, TypeError, ValueError) as error:
+        return page.read_result(_parse_json(text, path))
+    except (KeyError, TypeError) as error:
         raise InputError(
             f"{path} is not an evaluation summary of this version: {error}. Repeat the run's command with --resume"
         ) from error

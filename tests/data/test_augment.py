@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torchvision.transforms import v2
 from torchvision.tv_tensors import BoundingBoxes, Image, Mask
 
 from detr_bf.assembly.data import augmented_epochs, build_loader, build_train_data
@@ -30,7 +29,7 @@ from detr_bf.data.augment import (
 )
 from detr_bf.data.batches import EpochBatches, SampleKey
 from detr_bf.data.coco import CocoDetection
-from detr_bf.data.transforms import Sample
+from detr_bf.data.transforms import Sample, SquareResize
 
 # Colours of labels 0 to 7; any two differ by 255 in a channel. Black is the background.
 COLOURS = torch.tensor([c for c in itertools.product((0, 255), repeat=3) if any(c)], dtype=torch.int16)
@@ -334,7 +333,7 @@ def test_all_augmentations_together_and_the_resize() -> None:
         torch.manual_seed(seed)
         result = everything(scene(80, 100, *THREE, masks=True), partial(next, others), THINGS)
         check(result, tolerance=3.0)  # a pixel of each resize of masks: into the mosaic, its scale, scale jitter
-        check(v2.Resize((96, 96))(result), tolerance=4.0)
+        check(SquareResize(96)(result), tolerance=4.0)
 
 
 def test_a_mosaic_gets_neither_zoom_out_nor_iou_crop() -> None:
@@ -528,8 +527,8 @@ def test_sides_replace_short_sides_or_the_square(
 
 
 def test_a_square_keeps_boxes_and_masks_on_their_pixels() -> None:
-    check(v2.Resize((128, 128))(scene(80, 100, *THREE, masks=True)))
-    assert v2.Resize((33, 33))(scene(80, 100, *THREE)).image.shape == (3, 33, 33)
+    check(SquareResize(128)(scene(80, 100, *THREE, masks=True)))
+    assert SquareResize(33)(scene(80, 100, *THREE)).image.shape == (3, 33, 33)
 
 
 @pytest.mark.parametrize(

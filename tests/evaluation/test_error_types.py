@@ -404,8 +404,9 @@ def test_without_objects_or_detections() -> None:
 
 
 def test_average_precision_of_a_worked_example() -> None:
-    assert average_precision(np.array([True, False, True]), 2) == pytest.approx((51 * 1 + 50 * 2 / 3) / 101)
-    assert average_precision(np.array([], dtype=bool), 2) == 0.0
+    found = [(0.9, True), (0.8, False), (0.7, True)]
+    assert average_precision(found, 2) == pytest.approx((51 * 1 + 50 * 2 / 3) / 101)
+    assert average_precision([], 2) == 0.0
 
 
 SIZES = dict.fromkeys(range(1, 7), (100, 100)) | {2: None}
@@ -444,10 +445,7 @@ def test_groups_equal_loops(seed: int, name: str) -> None:
                 rows.append((result["category_id"], result["score"], kind == "hit"))
                 hits += kind == "hit" and result["score"] >= 0.3
         values = [
-            average_precision(
-                np.array([hit for label, _, hit in sorted(rows, key=lambda row: -row[1]) if label == category], bool),
-                total,
-            )
+            average_precision([(score, hit) for label, score, hit in rows if label == category], total)
             for category, total in totals.items()
             if total
         ]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import unicodedata
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -42,7 +42,6 @@ from detr_bf.data.checks.report import (
     CheckList,
     Finding,
     Split,
-    aligned,
     annotation_text,
     box_text,
     image_text,
@@ -78,13 +77,13 @@ class Report:
 
     @property
     def outcome(self) -> str:
+        """Numbers of errors and warnings."""
         return f"{counted(len(self.errors), 'error')}, {counted(len(self.warnings), 'warning')}"
 
     def __str__(self) -> str:
         """Return the contents, statistics, what is learned from, a table of findings, and a summary line."""
         statistics = statistics_lines(self.statistics) if self.statistics else ()
-        rows = [(f.severity, f.split, f.code, str(f.count), f.meaning, f.example) for f in self.findings]
-        table = aligned([("severity", "data", "check", "count", "meaning", "example"), *rows]) if rows else ()
+        table = _table(self.findings) if self.findings else ()
         return "\n".join((*self.contents, *statistics, *self.learning, *table, self.outcome))
 
 
@@ -106,12 +105,16 @@ def examine(
     """Run all checks on the training split and, if given, the validation split.
 
     Args:
+        train: paths of the training split.
+        val: paths of the validation split, or None.
         num_queries: number of objects that the detector can find in an image.
-        masks: check the masks, ``train_masks``: only those of the training split.
+        masks: check the masks too.
+        train_masks: check those of the training split too, even without ``masks``.
         joined: training images that augmentation joins in one, at most.
         max_detections: detections of a validation image that count.
         cache_dir: folder of the cache of image files that were read before.
-        workers: threads that read image files of at most ``max_pixels``.
+        workers: threads that read image files.
+        max_pixels: limit of an image.
         grey_bits: of 16-bit grey images; None: those that the training images use.
         training: settings of a run, whose data and steps are then described and judged.
 
@@ -161,30 +164,32 @@ def _open(
 
 
 def _summary(split: Split) -> str:
-    images, objects = counted(len(split.content.images), "image"), counted(len(split.objects), "object")
-    classes = counted(len(split.names), "class", "classes")
-    return f"{split.name}: {images}, {objects}, {classes}; file {printable(split.content.path)}"
+    counts = ((len(split.content.images), "image"), (len(split.objects), "object"), (len(split.names), "class"))
+    numbers = ", ".join(counted(number, noun, "classes" if noun == "class" else "") for number, noun in counts)
+    return f"{split.name}: {numbers}; file {printable(split.content.path)}"
 
 
 @CHECKS.add("error", "file-missing", "the image file does not exist")
 def _missing_files(split: Split) -> Iterator[str]:
     for image in split.content.images:
-        if image["file_name"] not in split.files:
+        if not split.file(image):
             other = existing_name(split.folder, image["file_name"])
             yield image_text(image) + (f"; exists as {printable(other)}: --fix renames it" if other else "")
 
 
 @CHECKS.add("error", "file-unreadable", "the image cannot be decoded")
 def _unreadable_files(split: Split) -> Iterator[str]:
-    for image, record in split.records():
-        if record.problem:
+    for image in split.content.images:
+        record = split.file(image)
+        if record and record.problem:
             yield f"{image_text(image)}: {record.problem}"
 
 
 @CHECKS.add("error", "size-differs", "width and height are not the file's")
 def _wrong_sizes(split: Split) -> Iterator[str]:
-    for image, record in split.records():
-        if record.sizes:
+    for image in split.content.images:
+        record = split.file(image)
+        if record and record.sizes:
             try:
                 record.sizes.wants_rotation(annotated_size(image))
             except ValueError as error:
@@ -193,9 +198,9 @@ def _wrong_sizes(split: Split) -> Iterator[str]:
 
 @CHECKS.add("warning", "size-not-rotated", "size before EXIF rotation, or that of other images: not rotated")
 def _sizes_before_rotation(split: Split) -> Iterator[str]:
-    for image, record in split.records():
-        size = annotated_size(image)
-        if record.sizes and size == record.sizes.stored != record.sizes.rotated:
+    for image in split.content.images:
+        record, size = split.file(image), annotated_size(image)
+        if record and record.sizes and size == record.sizes.stored != record.sizes.rotated:
             yield f"{image_text(image)}: {size[1]} x {size[0]} pixels"
     if split.as_stored:
         yield from _same_sizes(split)
@@ -210,8 +215,9 @@ def _unknown_rotations(split: Split) -> Iterator[str]:
 
 def _same_sizes(split: Split) -> Iterator[str]:
     """Return the images with an EXIF rotation that have the annotated size before and after it."""
-    for image, record in split.records():
-        sizes = record.sizes
+    for image in split.content.images:
+        record = split.file(image)
+        sizes = record.sizes if record else None
         if sizes and sizes.orientation != 1 and annotated_size(image) == sizes.stored == sizes.rotated:
             yield f"{image_text(image)}: EXIF orientation {sizes.orientation}"
 
@@ -219,16 +225,18 @@ def _same_sizes(split: Split) -> Iterator[str]:
 @CHECKS.add("warning", "image-16-bit", "scaled to 8 bits: grey from data.grey_bits, colour from the upper 8")
 def _images_of_16_bits(split: Split) -> Iterator[str]:
     scaled = "its own" if split.grey_bits is None else str(split.grey_bits)
-    for image, record in split.records():
-        if record.depth is not None:
+    for image in split.content.images:
+        record = split.file(image)
+        if record and record.depth is not None:
             used = f"{record.depth} bits in use, scaled from {scaled}" if record.depth else "16-bit colour"
             yield f"{image_text(image)}: {used}"
 
 
 @CHECKS.add("warning", "grey-bits-exceeded", "values beyond data.grey_bits become white")
 def _too_deep_images(split: Split) -> Iterator[str]:
-    for image, record in split.records():
-        if (record.depth or 0) > (split.grey_bits or 16):
+    for image in split.content.images:
+        record = split.file(image)
+        if record and (record.depth or 0) > (split.grey_bits or 16):
             yield f"{image_text(image)}: {record.depth} bits in use, scaled from {split.grey_bits}"
 
 
@@ -276,7 +284,11 @@ def _invalid_boxes(split: Split) -> Iterator[str]:
 
 @CHECKS.add("error", "box-units", "boxes are not x, y, width, height in pixels")
 def _boxes_in_other_units(split: Split) -> Iterator[str]:
-    if not split.maps_wanted and (problem := unit_problem(split.content.annotations, split.size_of)):
+    def size_of(image_id: int) -> tuple[int, int] | None:
+        image = split.images.get(image_id)
+        return split.size(image) if image else None
+
+    if not split.maps_wanted and (problem := unit_problem(split.content.annotations, size_of)):
         yield problem
 
 
@@ -303,7 +315,8 @@ def _boxes_without_area(split: Split) -> Iterator[str]:
 @CHECKS.add("warning", "box-outside", "the box exceeds the image: clipped (dropped if outside), in evaluation too")
 def _boxes_outside(split: Split) -> Iterator[str]:
     for annotation in narrowed(split.objects, partial(_may_exceed, split)):
-        size = split.size_of(annotation["image_id"])
+        image = split.images.get(annotation["image_id"])
+        size = split.size(image) if image else None
         if size and is_box(annotation.get("bbox")) and exceeds(annotation["bbox"], size):
             yield f"{box_text(annotation)} in {size[1]} x {size[0]} pixels"
 
@@ -435,3 +448,11 @@ def exceeds(bbox: list[float], size: tuple[int, int]) -> bool:
     """Return True if a box x, y, width, height leaves an image of ``size`` (h, w) by more than a rounding error."""
     x, y, width, height = bbox
     return min(x, y, size[1] - (x + width), size[0] - (y + height)) < -BOX_ROUNDING
+
+
+def _table(findings: Sequence[Finding]) -> list[str]:
+    """Return the findings as lines of aligned columns."""
+    rows = [("severity", "data", "check", "count", "meaning", "example")]
+    rows += [(f.severity, f.split, f.code, str(f.count), f.meaning, f.example) for f in findings]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -31,7 +31,14 @@ from detr_bf.common.text import printable
 from detr_bf.data.annotation_values import is_box, is_crowd, is_id, object_area, unit_problem, value_text
 from detr_bf.data.checks.annotations import exceeds
 from detr_bf.data.checks.files import ImageRecord, check_files, existing_name
-from detr_bf.data.coco import REQUIRED_KEYS, CocoAnnotations, Source, annotated_size, check_entry, read_annotations
+from detr_bf.data.coco import (
+    REQUIRED_KEYS,
+    CocoAnnotations,
+    Source,
+    annotated_size,
+    check_entry,
+    read_annotations,
+)
 from detr_bf.data.images import check_folder
 from detr_bf.data.masks import parts_of
 
@@ -61,7 +68,13 @@ class Corrected(NamedTuple):
 def corrected_splits(
     sources: Mapping[str, Source], *, masks: bool, workers: int, max_pixels: int
 ) -> dict[str, Corrected]:
-    """Return the corrected annotations of ``train`` and, if given, ``val``; with ``masks`` those of masks, too.
+    """Return the corrected annotations of ``train`` and, if given, ``val``.
+
+    Args:
+        sources: of the splits; a COCO file may have entries that are no valid entries.
+        masks: the segmentations are used.
+        workers: threads that read image files.
+        max_pixels: limit of an image.
 
     Raises:
         InputError: a file cannot be read as a COCO detection file, or nothing would be left of a split.
@@ -136,22 +149,28 @@ class _SplitCorrection:
             content = read_json(path)
         except (ValueError, FileNotFoundError):
             return read_annotations(path)  # raises the error with what to do
-        for part in ("images", "annotations") if isinstance(content, dict) else ():
-            entries = content.get(part)
-            if isinstance(entries, list) and not any(isinstance(e, dict) and "segments_info" in e for e in entries):
-                content[part] = [entry for entry in entries if self._is_entry(part, entry)]
+        if not isinstance(content, dict):
+            return read_annotations(path, content)
+        annotations = content.get("annotations")
+        listed = annotations if isinstance(annotations, list) else []
+        if any(isinstance(each, dict) and "segments_info" in each for each in listed):
+            return read_annotations(path, content)
+        for part in ("images", "annotations"):
+            if isinstance(content.get(part), list):
+                content[part] = [each for each in content[part] if self._is_entry(part, each)]
         return read_annotations(path, content)
 
     def _is_entry(self, part: str, entry: object) -> bool:
         try:
             check_entry(f"entry of {part}", entry, REQUIRED_KEYS[part])
         except InputError as error:
-            shown = {key: value_text(value) for key, value in entry.items()} if isinstance(entry, dict) else {}
-            if part == "images":
-                where = shown.get("id", ""), shown.get("file_name", ""), ""
-            else:
-                where = shown.get("image_id", ""), "", shown.get("id", "")
-            self.rows.append(Correction(self.name, "dropped", *where, str(error)))
+            known = entry if isinstance(entry, dict) else {}
+            name = value_text(known.get("file_name")) if part == "images" and "file_name" in known else ""
+            ids = ("id", "") if part == "images" else ("image_id", known.get("id", ""))
+            number = value_text(known[ids[0]]) if ids[0] in known else ""
+            self.rows.append(
+                Correction(self.name, "dropped", number, name, value_text(ids[1]) if ids[1] != "" else "", str(error))
+            )
             return False
         return True
 
@@ -179,13 +198,13 @@ class _SplitCorrection:
         for image, name in found:
             if name is None:
                 self._note("dropped", image, "there is no such file")
-            elif name == image["file_name"]:
-                yield image
-            elif len(given[name]) > 1:
+                continue
+            if name != image["file_name"] and len(given[name]) > 1:
                 self._note("dropped", image, f"there is no such file, and {printable(name)} may be that of others")
-            else:
+                continue
+            if name != image["file_name"]:
                 self._note("changed", image, f"the file is {printable(name)}")
-                yield {**image, "file_name": name}
+            yield {**image, "file_name": name}
 
     def _usable(self, images: Sequence[Entry]) -> Iterator[Entry]:
         """Yield the images that can be decoded and have the size of their file."""
@@ -282,8 +301,11 @@ class _SplitCorrection:
         if min(right - left, bottom - top) <= 0:
             return f"bbox {value_text(annotation['bbox'])} is outside the image of {size[1]} x {size[0]} pixels"
         annotation["bbox"] = [left, top, right - left, bottom - top]
-        reason = f"bbox {value_text([x, y, width, height])} is clipped to {size[1]} x {size[0]} pixels"
-        self._note("changed", annotation, reason)
+        self._note(
+            "changed",
+            annotation,
+            f"bbox {value_text([x, y, width, height])} is clipped to {size[1]} x {size[0]} pixels",
+        )
         if isinstance(annotation.get("area"), (int, float)):
             annotation["area"] = min(annotation["area"], (right - left) * (bottom - top))
         return ""
@@ -374,15 +396,18 @@ def _without_shared(train: Corrected, val: Corrected) -> Corrected:
         Correction("train", "dropped", number, name, "", f"the same image as {printable(other)} of val")
         for number, (name, other) in shared.items()
     ]
-    annotations = []
-    for each in train.content.annotations:
-        if each["image_id"] not in shared:
-            annotations.append(each)
-            continue
-        name, _ = shared[each["image_id"]]
-        rows.append(Correction("train", "dropped", each["image_id"], name, each.get("id", ""), "its image is in val"))
-    images = [image for image in train.content.images if image["id"] not in shared]
-    content = replace(train.content, images=images, annotations=annotations)
+    rows += [
+        Correction(
+            "train", "dropped", each["image_id"], shared[each["image_id"]][0], each.get("id", ""), "its image is in val"
+        )
+        for each in train.content.annotations
+        if each["image_id"] in shared
+    ]
+    content = replace(
+        train.content,
+        images=[image for image in train.content.images if image["id"] not in shared],
+        annotations=[each for each in train.content.annotations if each["image_id"] not in shared],
+    )
     return train._replace(content=content, rows=[*train.rows, *rows])
 
 
@@ -390,12 +415,21 @@ def _without_unknown_classes(train: Corrected, val: Corrected) -> Corrected:
     """Return the validation split without the annotations and categories that the training split lacks."""
     known = train.content.class_map.index
     names = {image["id"]: image["file_name"] for image in val.content.images}
-    rows, annotations = list(val.rows), []
-    for each in val.content.annotations:
-        if each["category_id"] in known:
-            annotations.append(each)
-            continue
-        reason, image_id = f"category {each['category_id']} is no class of train", each["image_id"]
-        rows.append(Correction("val", "dropped", image_id, names[image_id], each.get("id", ""), reason))
-    categories = [each for each in val.content.categories if each["id"] in known]
-    return val._replace(content=replace(val.content, annotations=annotations, categories=categories), rows=rows)
+    rows = [
+        Correction(
+            "val",
+            "dropped",
+            each["image_id"],
+            names[each["image_id"]],
+            each.get("id", ""),
+            f"category {each['category_id']} is no class of train",
+        )
+        for each in val.content.annotations
+        if each["category_id"] not in known
+    ]
+    content = replace(
+        val.content,
+        annotations=[each for each in val.content.annotations if each["category_id"] in known],
+        categories=[each for each in val.content.categories if each["id"] in known],
+    )
+    return val._replace(content=content, rows=[*val.rows, *rows])

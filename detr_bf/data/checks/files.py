@@ -10,15 +10,13 @@ import hashlib
 import logging
 import math
 import os
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, TypeVar
-
-import msgspec
-from msgspec import Meta
+from typing import Any, ClassVar, TypeVar
 
 from detr_bf.common.errors import InputError
 from detr_bf.common.files import is_file, read_json, write_json
@@ -32,8 +30,7 @@ log = logging.getLogger(__name__)
 
 _VERSION = 4  # of the cache file; increase it when the meaning of a record changes
 _MAX_CACHE_BYTES = 2**31
-_Whole = Annotated[int, Meta(ge=0, le=2**63 - 1)]
-_Hash = Annotated[str, Meta(pattern=r"\A([0-9a-f]{64})?\Z")]  # SHA-256, or a perceptual hash
+_SHA256 = re.compile("[0-9a-f]{64}")  # a perceptual hash has the same form
 _Data = bytes  # the class below has a field ``bytes``
 
 
@@ -43,15 +40,20 @@ class FileRecord(ABC):
 
     CACHE: ClassVar[str]  # end of the name of the cache file
 
-    bytes: _Whole
-    modified: _Whole  # nanoseconds
-    sha256: _Hash  # empty if the file was not read completely
+    bytes: int
+    modified: int  # nanoseconds
+    sha256: str  # empty if the file was not read completely
     problem: str = ""  # why it cannot be used
 
     @staticmethod
     @abstractmethod
     def look(path: Path, data: _Data, max_pixels: int) -> dict[str, Any]:
         """Return the remaining fields of a record; raise :class:`ValueError` for an unusable file."""
+
+    @staticmethod
+    @abstractmethod
+    def restored(fields: dict[str, Any]) -> dict[str, Any]:
+        """Return the remaining fields of a record read from JSON; raise :class:`ValueError` if invalid."""
 
     @property
     @abstractmethod
@@ -66,13 +68,24 @@ class ImageRecord(FileRecord):
     CACHE = ""
 
     sizes: ImageSizes | None = None  # None for a file that cannot be decoded
-    depth: _Whole | None = None  # bits in use of a 16-bit grey image, 0 for 16-bit colour
-    phash: _Hash = ""  # empty for an image of almost one colour
+    depth: int | None = None  # bits in use of a 16-bit grey image, 0 for 16-bit colour
+    phash: str = ""  # perceptual hash; empty for an image of almost one colour
 
     @staticmethod
     def look(path: Path, data: _Data, max_pixels: int) -> dict[str, Any]:
         sizes, depth, phash = check_image(data, max_pixels)
         return {"sizes": sizes, "depth": depth, "phash": phash}
+
+    @staticmethod
+    def restored(fields: dict[str, Any]) -> dict[str, Any]:
+        sizes, depth, phash = fields["sizes"], fields["depth"], fields["phash"]
+        if not (isinstance(phash, str) and (not phash or _SHA256.fullmatch(phash))):
+            raise ValueError("invalid perceptual hash")
+        if sizes is not None:
+            stored, rotated = (_whole_numbers(sizes[key], 2) for key in ("stored", "rotated"))
+            [orientation] = _whole_numbers([sizes["orientation"]], 1)
+            sizes = ImageSizes((stored[0], stored[1]), (rotated[0], rotated[1]), orientation)
+        return {"sizes": sizes, "depth": None if depth is None else _whole_numbers([depth], 1)[0], "phash": phash}
 
     @property
     def pixels(self) -> int:
@@ -85,13 +98,19 @@ class MapRecord(FileRecord):
 
     CACHE = "-segments"
 
-    size: tuple[_Whole, _Whole] | None = None  # (height, width); None for a file that cannot be decoded
+    size: tuple[int, int] | None = None  # (height, width); None for a file that cannot be decoded
     segments: tuple[SegmentExtent, ...] = ()
 
     @staticmethod
     def look(path: Path, data: _Data, max_pixels: int) -> dict[str, Any]:
         ids = read_ids(path, max_pixels)
         return {"size": tuple(ids.shape), "segments": segment_extents(ids)}
+
+    @staticmethod
+    def restored(fields: dict[str, Any]) -> dict[str, Any]:
+        size, count = fields["size"], len(SegmentExtent._fields)
+        segments = tuple(SegmentExtent(*_whole_numbers(segment, count)) for segment in fields["segments"])
+        return {"size": None if size is None else tuple(_whole_numbers(size, 2)), "segments": segments}
 
     @property
     def pixels(self) -> int:
@@ -102,7 +121,12 @@ Record = TypeVar("Record", bound=FileRecord)
 
 
 def check_files(
-    kind: type[Record], folder: Path, names: Iterable[str], cache_dir: Path, workers: int, max_pixels: int = MAX_PIXELS
+    kind: type[Record],
+    folder: Path,
+    names: Iterable[str],
+    cache_dir: Path,
+    workers: int,
+    max_pixels: int = MAX_PIXELS,
 ) -> dict[str, Record]:
     """Return the records of the named files that exist.
 
@@ -186,10 +210,10 @@ def _load(kind: type[Record], cache_file: Path) -> dict[str, Record]:
         content = read_json(cache_file, _MAX_CACHE_BYTES)
         if content["version"] != _VERSION:
             return {}
-        return msgspec.convert(content["files"], dict[str, kind])  # type: ignore[valid-type]
+        return {name: _restored(kind, record) for name, record in content["files"].items()}
     except FileNotFoundError:
         return {}
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         log.warning(
             "the cache file %s is not valid (%s: %s) and is ignored; all images are read again",
             printable(cache_file),
@@ -197,6 +221,23 @@ def _load(kind: type[Record], cache_file: Path) -> dict[str, Record]:
             printable(error),
         )
         return {}
+
+
+def _restored(kind: type[Record], record: dict[str, Any]) -> Record:
+    size, modified = _whole_numbers([record["bytes"], record["modified"]], 2)
+    sha256, problem = record["sha256"], record["problem"]
+    if not (isinstance(sha256, str) and _SHA256.fullmatch(sha256) and isinstance(problem, str)):
+        raise ValueError("invalid checksum or problem")
+    return kind(size, modified, sha256, problem, **kind.restored(record))
+
+
+def _whole_numbers(values: Any, count: int) -> list[int]:
+    """Return ``values``, checked to be a list of ``count`` integers from 0 to 2**63 - 1."""
+    if not isinstance(values, list) or len(values) != count:
+        raise ValueError(f"expected a list of {count} numbers")
+    if not all(type(value) is int and 0 <= value < 2**63 for value in values):
+        raise ValueError("expected integers from 0 to 2**63 - 1")
+    return values
 
 
 def _save(cache_file: Path, records: Mapping[str, FileRecord]) -> None:

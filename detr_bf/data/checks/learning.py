@@ -16,7 +16,7 @@ import numpy as np
 
 from detr_bf.common.text import counted, printable
 from detr_bf.data.checks.report import Finding, Split
-from detr_bf.data.columns import boxes_of, integers, values_of
+from detr_bf.data.columns import Entries
 from detr_bf.data.transforms import resized_size
 
 LEAST_STEPS = 2000  # from random weights
@@ -133,18 +133,38 @@ def learned_from(train: Split, training: Training) -> Learned:
     """Return what is left of the boxes after clipping, which the training images have."""
     counts = dict.fromkeys(train.content.class_map.distinct_names, 0)
     names = dict(zip(train.content.class_map.category_ids, counts, strict=True))
-    x, y, width, height = boxes_of(train.objects).T
-    sizes = train.sizes_of(train.objects)
+    if isinstance(train.objects, Entries):
+        ids, table = _learned_columns(train, train.objects)
+        for category_id, count in zip(*(each.tolist() for each in np.unique(ids, return_counts=True)), strict=True):
+            counts[names[category_id]] += count
+        return Learned(len(train.content.images), counts, _training_sizes(table, training))
+    sizes = []
+    for annotation in train.objects:
+        x, y, width, height = annotation["bbox"]
+        size = train.size(train.images[annotation["image_id"]])
+        if size is not None:
+            left, top, right, bottom = max(x, 0), max(y, 0), min(x + width, size[1]), min(y + height, size[0])
+            width, height = right - left, bottom - top
+        if min(width, height) <= 0:
+            continue
+        counts[names[annotation["category_id"]]] += 1
+        if size is not None:
+            sizes.append((width, height, *size))
+    table = np.array(sizes, dtype=np.float64).reshape(-1, 4)
+    return Learned(len(train.content.images), counts, _training_sizes(table, training))
+
+
+def _learned_columns(train: Split, objects: Entries) -> tuple[np.ndarray, np.ndarray]:
+    """Return the category ids of the boxes, and sides of box and image (V, 4) of those whose image has a known size."""
+    x, y, width, height = np.array(objects.boxes, dtype=np.float64).T
+    sizes = train.sizes_of(objects)
     known = ~np.isnan(sizes[:, 0])
     right, bottom = np.minimum(x + width, sizes[:, 1]), np.minimum(y + height, sizes[:, 0])
     width = np.where(known, right - np.maximum(x, 0), width)
     height = np.where(known, bottom - np.maximum(y, 0), height)
-    has_area = np.minimum(width, height) > 0
-    ids = integers(values_of(train.objects, "category_id"))[has_area]
-    for category_id, count in zip(*(each.tolist() for each in np.unique(ids, return_counts=True)), strict=True):
-        counts[names[category_id]] += count
-    table = np.stack([width, height, sizes[:, 0], sizes[:, 1]], axis=1)[has_area & known]
-    return Learned(len(train.content.images), counts, _training_sizes(table, training))
+    left = np.minimum(width, height) > 0
+    table = np.stack([width, height, sizes[:, 0], sizes[:, 1]], axis=1)
+    return objects.numbers("category_id")[left], table[left & known]
 
 
 def _training_sizes(table: np.ndarray, training: Training) -> np.ndarray:

@@ -86,7 +86,8 @@ def _unreadable_maps(split: Split) -> Iterator[str]:
 @MASK_CHECKS.add("error", "png-size-differs", "the panoptic PNG and the image differ in size")
 def _wrong_map_sizes(split: Split) -> Iterator[str]:
     for file in split.map_files:
-        record, size = split.maps.get(file.file_name), split.size_of(file.image_id)
+        record, image = split.maps.get(file.file_name), split.images.get(file.image_id)
+        size = split.size(image) if image else None
         if record and record.size and size and record.size != size:
             yield f"{_map(file)}: {record.size[1]} x {record.size[0]} pixels, the image has {size[1]} x {size[0]}"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -12,10 +13,10 @@ from typing import Any, Literal
 import numpy as np
 
 from detr_bf.common.text import printable
-from detr_bf.data.annotation_values import is_valid_crowd, value_text, without_crowds
+from detr_bf.data.annotation_values import crowd_mask, is_crowd, value_text
 from detr_bf.data.checks.files import ImageRecord, MapRecord
 from detr_bf.data.coco import CocoAnnotations, annotated_size
-from detr_bf.data.columns import integers, values_of
+from detr_bf.data.columns import Entries, integers, values_of
 from detr_bf.data.duplicates import exported_from, nearest
 from detr_bf.data.images import boxes_as_stored
 from detr_bf.data.masks import MapFile, SegmentExtent, covers_a_pixel, parts_of
@@ -56,12 +57,18 @@ class Split:
     @cached_property
     def images(self) -> Mapping[int, Mapping[str, Any]]:
         """Images by id."""
-        return _ImagesById(self.content.images)
+        images = self.content.images
+        if isinstance(images, Entries):
+            return _ImagesById(images)
+        return {image["id"]: image for image in images}
 
     @cached_property
     def objects(self) -> Sequence[Mapping[str, Any]]:
-        """Annotations except crowds; invalid values of ``iscrowd`` have their own check."""
-        return without_crowds(self.content.annotations)
+        """Annotations except crowds."""
+        annotations = self.content.annotations
+        if isinstance(annotations, Entries):
+            return annotations.where(~crowd_mask(annotations))
+        return [annotation for annotation in annotations if not _is_valid_crowd(annotation)]
 
     @cached_property
     def objects_per_image(self) -> Counter[int]:
@@ -73,29 +80,21 @@ class Split:
         class_map = self.content.class_map
         return dict(zip(class_map.category_ids, class_map.names, strict=True))
 
-    def records(self) -> Iterator[tuple[Mapping[str, Any], ImageRecord]]:
-        """Yield the images whose files exist, with the records of the files."""
-        for image in self.content.images:
-            if record := self.files.get(image["file_name"]):
-                yield image, record
+    def file(self, image: Mapping[str, Any]) -> ImageRecord | None:
+        return self.files.get(image["file_name"])
 
     def size(self, image: Mapping[str, Any]) -> tuple[int, int] | None:
         """Return (height, width) that the boxes refer to, or None if not known."""
-        record = self.files.get(image["file_name"])
+        record = self.file(image)
         return annotated_size(image) or (record.sizes.rotated if record and record.sizes else None)
 
-    def size_of(self, image_id: int) -> tuple[int, int] | None:
-        """Return :meth:`size` of the image with an id, None for an id that is not listed."""
-        image = self.images.get(image_id)
-        return self.size(image) if image else None
-
-    def sizes_of(self, objects: Sequence[Mapping[str, Any]]) -> np.ndarray:
+    def sizes_of(self, objects: Entries) -> np.ndarray:
         """Return :meth:`size` of the image of each object: (N, 2) float64, NaN if the image or its size is unknown."""
         images = self.content.images
         sizes = np.array([self.size(image) or (np.nan, np.nan) for image in images], dtype=np.float64).reshape(-1, 2)
         known = integers(values_of(images, "id"))
         order = np.argsort(known, kind="stable")
-        ids = integers(values_of(objects, "image_id"))
+        ids = objects.numbers("image_id")
         found = order[np.searchsorted(known, ids, side="right", sorter=order) - 1]  # of equal ids the last
         return np.where((known[found] == ids)[:, None], sizes[found], np.nan)
 
@@ -104,13 +103,14 @@ class Split:
         """Annotations of a detection file with an invalid segmentation, and objects without a pixel in their image."""
         invalid, empty = [], []
         for annotation in self.content.annotations:  # crowds too: the evaluation ignores detections in them
-            size = self.size_of(annotation["image_id"])
+            image = self.images.get(annotation["image_id"])
+            size = self.size(image) if image else None
             try:
                 parts = parts_of(annotation.get("segmentation"), size)
             except ValueError as error:
                 invalid.append(f"{annotation_text(annotation)}: {error}")
                 continue
-            if size and not is_valid_crowd(annotation) and not covers_a_pixel(parts, size):
+            if size and not _is_valid_crowd(annotation) and not covers_a_pixel(parts, size):
                 empty.append(f"{annotation_text(annotation)} in {size[1]} x {size[0]} pixels")
         return invalid, empty
 
@@ -140,11 +140,11 @@ class Split:
 
 
 class _ImagesById(Mapping[int, Mapping[str, Any]]):
-    """Images by id, made when they are read; of images with the same id the last."""
+    """Images of columns by id; of images with the same id the last."""
 
-    def __init__(self, images: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(self, images: Entries) -> None:
         self._images = images
-        self._indices = {image_id: index for index, image_id in enumerate(values_of(images, "id"))}
+        self._indices = {image_id: index for index, image_id in enumerate(images.values("id"))}
 
     def __len__(self) -> int:
         return len(self._indices)
@@ -191,6 +191,12 @@ class CheckList(list[Check]):
         return append
 
 
+def _is_valid_crowd(annotation: Mapping[str, Any]) -> bool:
+    with suppress(ValueError):  # invalid values have their own check
+        return is_crowd(annotation)
+    return False
+
+
 def repeated(values: Iterable[Any]) -> Iterator[Any]:
     """Return every value that occurs n > 1 times, n - 1 times."""
     return (value for value, count in Counter(values).items() for _ in range(count - 1))
@@ -220,12 +226,6 @@ def near_duplicates(train: Any, val: Any) -> Iterator[str]:
     pairs = nearest([val.files[name].phash for name in names], [train.files[name].phash for name in known])
     for number, other in pairs:
         yield f"{printable(val.folder / names[number])} is like {printable(train.folder / known[other])}"
-
-
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return the rows of a table as lines of aligned columns."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def image_text(image: Mapping[str, Any]) -> str:

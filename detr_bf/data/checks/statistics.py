@@ -18,8 +18,8 @@ import numpy as np
 from scipy.sparse import csr_array
 
 from detr_bf.common.text import listed
-from detr_bf.data.checks.report import Split, aligned
-from detr_bf.data.columns import Entries, boxes_of, integers, values_of
+from detr_bf.data.checks.report import Split
+from detr_bf.data.columns import Entries, integers, values_of
 
 LEAST_DISTANCE = 0.15
 RESPLITS = 499
@@ -71,8 +71,10 @@ def describe_splits(splits: Sequence[Split]) -> dict[str, Any]:
     """Return the content of ``data_statistics.json``: numbers, histograms, classes, distances and sentences.
 
     The annotations must be without errors. Crowds are counted, and left out of everything else. Boxes without area and
-    images of unknown size are left out of the distributions that need them. ``splits`` are ``train``, ``val`` or both,
-    in this order.
+    images of unknown size are left out of the distributions that need them.
+
+    Args:
+        splits: ``train``, ``val`` or both, in this order.
     """
     found = {split.name: _numbers(split) for split in splits}
     names: dict[int, str] = {}
@@ -100,15 +102,19 @@ def describe_splits(splits: Sequence[Split]) -> dict[str, Any]:
 
 def statistics_lines(document: Mapping[str, Any]) -> Iterator[str]:
     """Yield a table of the splits' numbers, and the sentences."""
-    columns = []
-    for name, numbers in document["splits"].items():
-        shares = (100 * count / max(1, numbers["objects"]) for count in numbers["objects_by_size"].values())
-        quantiles = (_quantile_text(numbers["quantiles"][key]) for key in NAMES)
-        counts = f"{numbers['images_without_objects']:,}", f"{numbers['crowds']:,}"
-        columns.append([name, *counts, " ".join(f"{share:.0f}" for share in shares), *quantiles])
-    labels = (f"{label}, median (5 % to 95 %)" for label in NAMES.values())
-    titles = ["", "images without objects", "crowds", "small, medium, large objects, %", *labels]
-    yield from aligned(list(zip(titles, *columns, strict=True)))
+    splits = document["splits"]
+    rows = [("", *splits)]
+    rows.append(("images without objects", *(f"{each['images_without_objects']:,}" for each in splits.values())))
+    rows.append(("crowds", *(f"{each['crowds']:,}" for each in splits.values())))
+    shares = ([100 * n / max(1, each["objects"]) for n in each["objects_by_size"].values()] for each in splits.values())
+    rows.append(("small, medium, large objects, %", *(" ".join(f"{share:.0f}" for share in each) for each in shares)))
+    for name, label in NAMES.items():
+        rows.append(
+            (f"{label}, median (5 % to 95 %)", *(_quantile_text(each["quantiles"][name]) for each in splits.values()))
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
     yield from document["statements"]
 
 
@@ -123,13 +129,9 @@ def _numbers(split: Split) -> _Numbers:
     objects, images = split.objects, split.content.images
     order = integers(values_of(images, "id"))
     by_id = np.argsort(order)
-    ids, labels = (integers(values_of(objects, key)).astype(np.int64) for key in ("image_id", "category_id"))
+    ids, labels, boxes, areas = _arrays_of(objects)
     owner = by_id[np.searchsorted(order, ids, sorter=by_id)]
-    width, height = boxes_of(objects)[:, 2:].T
-    if isinstance(objects, Entries):
-        areas = np.where(objects.is_number("area"), objects.numbers("area"), np.nan)
-    else:
-        areas = np.array([each.get("area") for each in objects], dtype=np.float64)
+    width, height = boxes[:, 2], boxes[:, 3]
     areas = np.where(np.isnan(areas), width.clip(0) * height.clip(0), areas)
     sizes = np.array([split.size(image) or (0, 0) for image in images], dtype=np.float64).reshape(-1, 2)
     known = np.all(sizes > 0, axis=1)
@@ -147,6 +149,16 @@ def _numbers(split: Split) -> _Numbers:
     return _Numbers(len(images), _Values(labels, owner), distributions, areas)
 
 
+def _arrays_of(objects: Sequence[Mapping[str, Any]]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Return image ids, category ids (M,) int64, boxes (M, 4) and areas (M,) float64, NaN if not given."""
+    ids, labels = (integers(values_of(objects, key)).astype(np.int64) for key in ("image_id", "category_id"))
+    if isinstance(objects, Entries):
+        areas = np.where(objects.is_number("area"), objects.numbers("area"), np.nan)
+        return ids, labels, np.array(objects.boxes, dtype=np.float64).reshape(-1, 4), areas
+    boxes = np.array([each["bbox"] for each in objects], dtype=np.float64).reshape(-1, 4)
+    return ids, labels, boxes, np.array([each.get("area") for each in objects], dtype=np.float64)
+
+
 def _summary_numbers(split: Split, numbers: _Numbers) -> dict[str, Any]:
     small, medium = ((numbers.areas <= limit).sum() for limit in SIZE_LIMITS)
     objects = len(numbers.areas)
@@ -156,7 +168,11 @@ def _summary_numbers(split: Split, numbers: _Numbers) -> dict[str, Any]:
         "images_without_size": numbers.images - len(numbers.distributions["image_size"].values),
         "objects": objects,
         "crowds": len(split.content.annotations) - objects,
-        "objects_by_size": {"small": int(small), "medium": int(medium - small), "large": int(objects - medium)},
+        "objects_by_size": {
+            "small": int(small),
+            "medium": int(medium - small),
+            "large": int(objects - medium),
+        },
         "histograms": {
             name: np.bincount(_bins(name, each), minlength=len(EDGES[name]) + 1).tolist()
             for name, each in numbers.distributions.items()
@@ -214,7 +230,10 @@ def _distance(name: str, train: _Numbers, val: _Numbers, ids: Sequence[int]) -> 
 def _by_chance(distance: float, by_image: csr_array, size: int) -> bool:
     """Return True if one of the random divisions of the images has at least the given distance.
 
-    ``by_image`` (N, bins) is the histogram of each image, ``size`` the number of images of one part.
+    Args:
+        distance: total variation.
+        by_image: (N, bins) histogram of each image.
+        size: images of one part.
     """
     random, total = np.random.default_rng(0), by_image.sum(0)
     for _ in range(RESPLITS):

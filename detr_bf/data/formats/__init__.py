@@ -11,10 +11,11 @@ from detr_bf.common.errors import InputError
 from detr_bf.common.files import is_folder
 from detr_bf.common.text import printable
 from detr_bf.data.coco import CocoAnnotations
-from detr_bf.data.formats.coco_files import ANNOTATION_FILE, read_coco
+from detr_bf.data.formats.coco_files import read_coco
 from detr_bf.data.formats.csv_labels import TABLES, read_csv
 from detr_bf.data.formats.folder import DataFolder, files_below, images_of
 from detr_bf.data.formats.foreign import check_foreign
+from detr_bf.data.formats.roboflow import ANNOTATION_FILE
 from detr_bf.data.formats.splitting import divided, split_images
 from detr_bf.data.formats.voc import read_voc
 from detr_bf.data.formats.yolo import read_yolo
@@ -22,8 +23,7 @@ from detr_bf.data.formats.yolo_settings import CLASS_LIST, SETTINGS, is_yolo
 
 __all__ = ["READERS", "DataFolder", "divided", "images_of", "read_folder", "read_split", "split_images"]
 
-# By the setting data.format; called with the root and the names of its files, relative to the root.
-READERS: dict[str, Callable[[Path, Sequence[str]], DataFolder]] = {
+READERS: dict[str, Callable[[Path, Sequence[str]], DataFolder]] = {  # by the setting data.format
     "coco": read_coco,
     "csv": read_csv,
     "voc": read_voc,
@@ -39,7 +39,11 @@ _FORMS = (
 
 @lru_cache(maxsize=4)  # a run needs both splits several times; the folder is read once in a process
 def read_folder(root: Path, form: str = "auto") -> DataFolder:
-    """Read a data set; ``form`` is a name in :data:`READERS`, or ``auto`` to tell it from the names of the files.
+    """Read the folder of a data set.
+
+    Args:
+        root: of the data set.
+        form: a name in :data:`READERS`, or ``auto`` to tell it from the names of the files.
 
     Raises:
         InputError: the folder does not exist, or it cannot be read in this form.

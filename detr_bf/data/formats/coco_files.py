@@ -8,7 +8,7 @@ that of several files, as its folder. Category ids are those of the files.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -17,12 +17,12 @@ from typing import Any
 from detr_bf.common.errors import InputError
 from detr_bf.common.files import read_json
 from detr_bf.common.text import listed, printable
-from detr_bf.data.coco import CocoAnnotations, annotated_size, read_annotations
-from detr_bf.data.formats.folder import AnnotatedImage, DataFolder, NamedSplit, coco_content
+from detr_bf.data.coco import CocoAnnotations, read_annotations
+from detr_bf.data.formats.folder import DataFolder, NamedSplit
 from detr_bf.data.formats.foreign import check_foreign
+from detr_bf.data.formats.roboflow import ANNOTATION_FILE, read_roboflow
 from detr_bf.data.paths import PathIndex, leads_out
 
-ANNOTATION_FILE = "_annotations.coco.json"  # of Roboflow's export
 _PREFIX = "instances_"
 _PLAIN = frozenset(("annotations", "_annotations", "coco", "instances_default", "labels", "result", "result_coco"))
 _PARTS = frozenset(("images", "annotations", "categories"))
@@ -30,16 +30,20 @@ _TRIED = 50  # images of a file that are searched
 
 
 def read_coco(root: Path, names: Sequence[str]) -> DataFolder:
-    """Read a folder of COCO files, or of Roboflow's export.
+    """Read a folder of COCO files; one of Roboflow's export with :func:`read_roboflow`.
 
     The ids of images and annotations are those of the files if they are unique over all of them; otherwise both count
     from 1.
 
+    Args:
+        root: of the data set.
+        names: its files, relative to the root.
+
     Raises:
         InputError: there is no COCO file, its images are not found, or two files contradict each other.
     """
-    if exported := [name for name in names if PurePosixPath(name).name == ANNOTATION_FILE]:
-        return _read_roboflow(root, names, exported)
+    if any(PurePosixPath(name).name == ANNOTATION_FILE for name in names):
+        return read_roboflow(root, names)
     files = {name: content for name in _candidates(names) if (content := _read(root / name)) is not None}
     if not files:
         check_foreign(root, names)
@@ -145,7 +149,11 @@ def _check_distinct(root: Path, files: dict[str, CocoAnnotations]) -> None:
 
 
 def _categories(root: Path, files: dict[str, CocoAnnotations]) -> list[dict[str, Any]]:
-    """Return the categories of all files by id; InputError if an id has two names."""
+    """Return the categories of all files by id.
+
+    Raises:
+        InputError: an id has two names.
+    """
     found: dict[Any, dict[str, Any]] = {}
     for content in files.values():
         for category in content.categories:
@@ -168,7 +176,11 @@ def _categories(root: Path, files: dict[str, CocoAnnotations]) -> list[dict[str,
 
 
 def _renumbered(files: Iterable[CocoAnnotations]) -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]:
-    """Number the images of all files from 1; InputError if the image of an annotation is not listed."""
+    """Number the images of all files from 1.
+
+    Raises:
+        InputError: the image of an annotation is not listed.
+    """
     images: list[Mapping[str, Any]] = []
     annotations: list[Mapping[str, Any]] = []
     for content in files:
@@ -179,60 +191,3 @@ def _renumbered(files: Iterable[CocoAnnotations]) -> tuple[list[Mapping[str, Any
             annotations.append({**each, "image_id": numbers[each["image_id"]]})
         images += [{**image, "id": numbers[image["id"]]} for image in content.images]
     return images, annotations
-
-
-def _read_roboflow(root: Path, names: Sequence[str], files: Sequence[str]) -> DataFolder:
-    """Read Roboflow's COCO export: images and ``_annotations.coco.json`` in the folder of each split.
-
-    The files number their images and categories independently; here both are numbered over all of them. Categories are
-    told apart by their names. Supercategories without objects are left out, as
-    :attr:`~detr_bf.data.coco.CocoAnnotations.parents` says.
-
-    Raises:
-        InputError: a file is not a COCO detection file, or names an image outside its folder.
-    """
-    images: list[AnnotatedImage] = []
-    index = PathIndex(names)
-    categories: dict[str, dict[str, Any]] = {}
-    for name in files:
-        content = read_annotations(root / name)
-        if content.maps is not None:
-            raise InputError(f"{printable(content.path)} is a COCO panoptic file, expected a detection file")
-        classes = {category["id"]: _class_name(content, category) for category in content.categories}
-        for category in content.categories:
-            categories.setdefault(classes[category["id"]], {**category, "id": len(categories)})
-        images += _exported_images(content, str(PurePosixPath(name).parent), classes, index)
-    numbers = {name: category["id"] for name, category in categories.items()}
-    used = [{"category_id": numbers[one["name"]]} for image in images for one in image.objects]
-    parents = {category["name"] for category in CocoAnnotations(root, [], used, [*categories.values()]).parents}
-    return DataFolder(root, coco_content(root, images, set(categories) - parents), {})
-
-
-def _exported_images(
-    content: CocoAnnotations, folder: str, classes: dict[int, str], index: PathIndex
-) -> Iterator[AnnotatedImage]:
-    where = printable(content.path)
-    objects: dict[int, list[dict[str, Any]]] = {image["id"]: [] for image in content.images}
-    if len(objects) < len(content.images) or len({i["file_name"] for i in content.images}) < len(content.images):
-        raise InputError(f"{where} lists an image id or a file twice")
-    for number, one in enumerate(content.annotations):
-        if one["image_id"] not in objects or one["category_id"] not in classes:
-            raise InputError(
-                f"{where}: annotations[{number}] names image {one['image_id']} and category {one['category_id']}, and "
-                "one of them is not listed"
-            )
-        values = {key: value for key, value in one.items() if key not in ("id", "image_id", "category_id")}
-        objects[one["image_id"]].append({**values, "name": classes[one["category_id"]]})
-    for image in content.images:
-        name = image["file_name"]
-        if leads_out(name):
-            raise InputError(f"{where}: {printable(name)} leads out of the folder of the file")
-        path = index.find(name, [folder]) or str(PurePosixPath(folder, name))
-        yield AnnotatedImage(path, annotated_size(image), objects[image["id"]])
-
-
-def _class_name(content: CocoAnnotations, category: Any) -> str:
-    name = category.get("name")
-    if name is None or not str(name).strip():
-        raise InputError(f"{printable(content.path)}: category {category['id']} has no name")
-    return str(name)

@@ -40,6 +40,10 @@ def read_csv(root: Path, names: Sequence[str]) -> DataFolder:
     without objects. An image without a row is background if a row names another image of its folder; the images of
     other folders are left out.
 
+    Args:
+        root: of the data set.
+        names: its files, relative to the root.
+
     Raises:
         InputError: there is no table, or a row cannot be used; the message names table and line.
     """

@@ -79,6 +79,7 @@ class DataFolder:
         return sorted({*self.splits, *folders})
 
     def __str__(self) -> str:
+        """Return the form and the splits in a line."""
         images = counted(len(self.content.images), "image")
         return f"{printable(self.root)}: {self.form}, {images}, splits: {self.known_splits}"
 
@@ -100,7 +101,12 @@ def images_of(content: CocoAnnotations, file_names: Collection[str], path: Path)
 
 
 def coco_content(root: Path, images: Iterable[AnnotatedImage], names: Iterable[str] = ()) -> CocoAnnotations:
-    """Return labelled images, each file once, as the content of a COCO file; the classes ``names`` need no objects.
+    """Return labelled images as the content of a COCO file.
+
+    Args:
+        root: folder of the data set.
+        images: in any order, each file once.
+        names: classes that need not have objects.
 
     Raises:
         InputError: there are no images or no classes.

@@ -72,7 +72,9 @@ ADVICE = {
 def check_foreign(root: Path, names: Sequence[str]) -> None:
     """Raise an :class:`InputError` that says how to convert the labels if a file is in a form that is not read.
 
-    Of each kind of ``names``, relative to the root, only the first ones are read.
+    Args:
+        root: of the data set.
+        names: files to look at, relative to the root; of each kind only the first ones are read.
     """
     for suffix, form_of in _FORMS.items():
         for name in [name for name in names if PurePosixPath(name).suffix.lower() == suffix][:_TRIED]:
@@ -90,7 +92,8 @@ def _not_read(path: Path, form: str) -> InputError:
 
 
 def _form_of_xml(path: Path) -> str | None:
-    return "CVAT for images" if b"<annotations>" in read_regular(path, MAX_TEXT_BYTES)[:1000] else None
+    text = read_regular(path, MAX_TEXT_BYTES)
+    return "CVAT for images" if b"<annotations>" in text[:1000] else None
 
 
 def _form_of_lines(path: Path) -> str | None:

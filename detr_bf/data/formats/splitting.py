@@ -21,10 +21,16 @@ _NO_OBJECT = -1  # label of images without objects, which are spread over the pa
 def divided(
     source: Source, shares: tuple[float, ...], seed: int, workers: int, max_pixels: int
 ) -> tuple[CocoAnnotations, list[set[str]]]:
-    """Return the content of the annotations, and the file names of each part, see :func:`split_images`.
+    """Return the content of the annotations, and the file names of each part; copies are in one part.
 
-    Copies are in one part. ``workers`` threads read the images for their perceptual hashes, once: the records are those
-    of the data checks.
+    The images are read for their perceptual hashes, once: the records are those of the data checks.
+
+    Args:
+        source: of the images to divide.
+        shares: see :func:`split_images`.
+        seed: see :func:`split_images`.
+        workers: threads that read image files.
+        max_pixels: limit of an image.
     """
     content = read_annotations(source.annotations)
     check_folder(source.images)
@@ -43,12 +49,14 @@ def split_images(
     this class, on a tie most images, on a tie by a hash. The result is a function of the file names, the classes in
     each image, the groups and the seed; the order of the images does not matter.
 
-    Crowds count as objects. The file names of each part are returned.
-
     Args:
+        content: images and objects; crowds count as objects.
         shares: fractions of the images, with the sum 1.
         seed: of the order of the images and of ties.
         groups: file names that must be in one part, such as copies. Each name is in at most one group.
+
+    Returns:
+        the file names of each part.
 
     Raises:
         InputError: a part would have no images.

@@ -53,6 +53,10 @@ def read_voc(root: Path, names: Sequence[str]) -> DataFolder:
     their images belong to the images of the same names in another folder, if it is the only one. An image without XML
     file is left out.
 
+    Args:
+        root: of the data set.
+        names: its files, relative to the root.
+
     Raises:
         InputError: an XML file is not readable or not in VOC's form; the message names it.
     """
@@ -82,7 +86,11 @@ def _images_elsewhere(
 ) -> dict[str, str]:
     """Return images by the stem of their XML file, for the folders of XML files that no image belongs to.
 
-    ``files`` are the XML files by stem, ``images`` the images found so far, by stem.
+    Args:
+        root: of the data set.
+        names: its files.
+        files: XML files by stem.
+        images: those found so far, by stem.
 
     Raises:
         InputError: images of these names are in several folders, or no XML file at all has an image.

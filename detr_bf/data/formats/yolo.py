@@ -48,6 +48,10 @@ def read_yolo(root: Path, names: Sequence[str]) -> DataFolder:
     label file is background if its folder has label files or a split names the folder or the image; the images of other
     folders are left out. With splits in the settings only their images belong to the data set.
 
+    Args:
+        root: of the data set.
+        names: its files, relative to the root.
+
     Raises:
         InputError: a label file or the settings are not usable, a class has no name, a label file has no image, or a
             path leads out of the root.
@@ -175,11 +179,16 @@ class _Labels:
                 f"{listed(problems, separator='; ')}"
             )
         if self._clipped:
-            places, lows, highs = zip(*self._clipped, strict=True)
+            where, *_ = self._clipped[0]
+            low, high = min(low for _, low, _ in self._clipped), max(high for *_, high in self._clipped)
             logger.warning(
                 "%s: the boxes of %d label lines are clipped to the image, because their values reach from %.3g to "
                 "%.3g, first %s",
-                *(printable(self._root), len(places), min(lows), max(highs), places[0]),
+                printable(self._root),
+                len(self._clipped),
+                low,
+                high,
+                where,
             )
 
     def _object(self, where: str, line: str, size: tuple[int, int]) -> dict[str, Any]:
@@ -208,12 +217,7 @@ class _Labels:
             is_box and min(values[2:]) < -_ROUNDING
         ):
             raise ValueError(f"{printable(line)} has values outside 0 to 1; expected fractions of the image")
-        if is_box:
-            x, y, w, h = values
-            left, top = x - w / 2, y - h / 2
-        else:
-            left, top = min(values[::2]), min(values[1::2])
-            w, h = max(values[::2]) - left, max(values[1::2]) - top
+        left, top, w, h = _box(values, is_box)
         if min(values) < -_ROUNDING or max(values) > 1 + _ROUNDING:
             self._clipped.append((where, min(values), max(values)))
             right, bottom = min(left + w, 1.0), min(top + h, 1.0)
@@ -223,3 +227,12 @@ class _Labels:
         bbox = [left * width, top * height, w * width, h * height]
         area = max(0.0, bbox[2]) * max(0.0, bbox[3])
         return {"name": self._classes[int(label)], "bbox": bbox, "area": area, "iscrowd": 0}
+
+
+def _box(values: Sequence[float], is_box: bool) -> tuple[float, float, float, float]:
+    """Return left, top, width and height of a box given by its centre, or of the box around corners."""
+    if is_box:
+        x, y, w, h = values
+        return x - w / 2, y - h / 2, w, h
+    left, top = min(values[::2]), min(values[1::2])
+    return left, top, max(values[::2]) - left, max(values[1::2]) - top

@@ -50,6 +50,10 @@ def is_yolo(root: Path, names: Sequence[str]) -> bool:
 def read_settings(root: Path, names: Sequence[str]) -> YoloSettings:
     """Read the settings of a folder.
 
+    Args:
+        root: of the data set.
+        names: its files, relative to the root.
+
     Raises:
         InputError: there are none, several that contradict each other, or they are not usable.
     """

@@ -23,7 +23,6 @@ MIN_VISIBLE = 0.6  # fraction of every object's pixels that must stay visible
 MAX_BOX_OVERLAP = 0.35  # of two objects, as a fraction of the smaller box
 VAL_SHARE = 0.4  # fraction of the longer side of a photograph
 MAX_OBJECTS = 4  # an image
-TRIES = 30  # random positions for an object
 CROP_RANGE = (0.6, 1.0)  # side of a crop, as a fraction of the largest square in the areas of both splits
 
 
@@ -102,6 +101,17 @@ def rotate_and_fit(cut_out: Image.Image, degrees: float, longer_side: int) -> tu
     return pixels[..., :3], pixels[..., 3] / np.float32(255)
 
 
+def random_scene(
+    areas: list[Area],
+    draw_sprite: Callable[[int, np.random.Generator], Sprite],
+    image_size: int,
+    object_size: tuple[float, float],
+    rng: np.random.Generator,
+) -> Scene:
+    """Return 1 to ``MAX_OBJECTS`` sprites on a crop of one area, (image_size, image_size); see :func:`populate`."""
+    return populate(random_crop(areas[rng.integers(len(areas))], image_size, rng), draw_sprite, object_size, rng)
+
+
 def populate(
     background: NDArray[np.uint8],
     draw_sprite: Callable[[int, np.random.Generator], Sprite],
@@ -156,6 +166,7 @@ def _find_window(
     taken: list[Window],
     full_pixels: list[int],
     rng: np.random.Generator,
+    tries: int = 30,
 ) -> Window | None:
     """Return a window of ``owner`` that ``solid`` may cover, or None.
 
@@ -164,7 +175,7 @@ def _find_window(
     height, width = solid.shape
     least = MIN_VISIBLE * np.asarray(full_pixels)
     visible = np.bincount(owner[owner != BACKGROUND], minlength=len(full_pixels))
-    for _ in range(TRIES):
+    for _ in range(tries):
         y = int(rng.integers(0, owner.shape[0] - height + 1))
         x = int(rng.integers(0, owner.shape[1] - width + 1))
         window = slice(y, y + height), slice(x, x + width)

@@ -16,13 +16,13 @@ from detr_bf.common.errors import InputError
 from detr_bf.common.files import output_path
 from detr_bf.data.images import image_bytes, open_image
 from detr_bf.data.samples.composite import (
+    Area,
     Floats,
     SampleSplit,
     Scene,
     Sprite,
     area_of,
-    populate,
-    random_crop,
+    random_scene,
     rotate_and_fit,
 )
 from detr_bf.data.samples.writing import SPLITS, Recipe, already_built, write_dataset
@@ -76,11 +76,11 @@ def build_digits(
     if already_built(output, recipe):
         return output
     glyphs, photos = split_glyphs(*load_glyphs()), load_photos()
-    areas = {split: [area_of(photo, split) for photo in photos] for split in SPLITS}
+    areas: dict[SampleSplit, list[Area]] = {split: [area_of(photo, split) for photo in photos] for split in SPLITS}
 
     def draw(split: SampleSplit, rng: np.random.Generator) -> Scene:
-        ground = random_crop(areas[split][rng.integers(len(photos))], recipe.image_size, rng)
-        return populate(ground, partial(random_digit, glyphs[split]), recipe.object_size, rng)
+        draw_sprite = partial(random_digit, glyphs[split])
+        return random_scene(areas[split], draw_sprite, recipe.image_size, recipe.object_size, rng)
 
     return write_dataset(output, recipe, DIGIT_NAMES, LICENCE, draw, progress)
 

@@ -46,11 +46,12 @@ def build_scenes(
     object_size: tuple[float, float] = (0.22, 0.5),
     progress: bool = False,
 ) -> Path:
-    """Write the ``scenes`` set to the folder ``output``; arguments and errors are those of ``build_digits``.
+    """Write the ``scenes`` set to the folder ``output`` if it is not there yet, and return that folder.
 
-    Digit d has category id d + 1, stuff has ids from 11 on. ``{train,val}.json`` list the digits as COCO detection with
-    masks, ``{train,val}_panoptic.json`` all classes as COCO panoptic. Digits and areas of textures are disjoint between
-    the splits for every seed.
+    ``image_size`` is in pixels, ``object_size`` the range of a digit's longer side as a fraction of it. Digit d has
+    category id d + 1, stuff has ids from 11 on. ``{train,val}.json`` list the digits as COCO detection with masks,
+    ``{train,val}_panoptic.json`` all classes as COCO panoptic. Digits and areas of textures are disjoint between the
+    splits for every seed.
 
     Raises:
         InputError: a missing package, a value out of range, or a folder with other content.

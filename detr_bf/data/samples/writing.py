@@ -26,7 +26,7 @@ from detr_bf.common.files import make_output_folder, read_json, remove_empty, wr
 from detr_bf.common.progress import progress_bar
 from detr_bf.common.text import printable
 from detr_bf.data.annotation_values import MAX_ID
-from detr_bf.data.masks import encoded_ids, mask_box
+from detr_bf.data.masks import encoded_ids
 from detr_bf.data.samples.composite import BACKGROUND, SampleSplit, Scene
 
 MANIFEST = "dataset.json"
@@ -89,11 +89,8 @@ def already_built(output: Path, recipe: Recipe, panoptic: bool = False) -> bool:
         raise InputError(f"{printable(output)} is a file; give a folder for the {recipe.name} data set")
     if not any(output.iterdir()):
         return False
-    try:
-        manifest = read_json(output / MANIFEST, limit=2**20)
-    except (FileNotFoundError, ValueError):
-        manifest = None
-    if not isinstance(manifest, dict) or manifest.get("name") != recipe.name:
+    manifest = _read_manifest(output)
+    if manifest.get("name") != recipe.name:
         raise InputError(
             f"{printable(output)} holds something else than the {recipe.name} data set; give a new or empty folder"
         )
@@ -148,7 +145,13 @@ def annotation(mask: NDArray[np.bool_]) -> dict[str, Any]:
 
 def extent(mask: NDArray[np.bool_]) -> dict[str, Any]:
     """Return the fields of a mask (H, W), not empty, in COCO's detection and panoptic formats."""
-    return {"bbox": mask_box(mask), "area": int(mask.sum()), "iscrowd": 0}
+    rows, columns = np.flatnonzero(mask.any(axis=1)), np.flatnonzero(mask.any(axis=0))
+    x, y = int(columns[0]), int(rows[0])
+    return {
+        "bbox": [x, y, int(columns[-1]) + 1 - x, int(rows[-1]) + 1 - y],
+        "area": int(mask.sum()),
+        "iscrowd": 0,
+    }
 
 
 def panoptic_segments(scene: Scene, rng: np.random.Generator) -> tuple[NDArray[np.int32], list[dict[str, Any]]]:
@@ -182,7 +185,7 @@ def _write_split(
 ) -> None:
     (folder / split).mkdir()
     if stuff_names:
-        (folder / f"{split}_panoptic").mkdir()
+        _panoptic_folder(folder, split).mkdir()
     images: list[dict[str, Any]] = []
     annotations: list[dict[str, Any]] = []
     panoptic: list[dict[str, Any]] = []
@@ -202,7 +205,7 @@ def _write_split(
         if stuff_names:
             png_name = file_name.replace(".jpg", ".png")
             ids, segments = panoptic_segments(scene, rng)
-            (folder / f"{split}_panoptic" / png_name).write_bytes(encoded_ids(torch.from_numpy(ids)))
+            (_panoptic_folder(folder, split) / png_name).write_bytes(encoded_ids(torch.from_numpy(ids)))
             panoptic.append({"image_id": index + 1, "file_name": png_name, "segments_info": segments})
     common = {
         "info": {"description": f"detr_bf {recipe.name}: composites, {split} split", "version": str(recipe.version)},
@@ -212,18 +215,34 @@ def _write_split(
     categories = [{"id": number, "name": name} for number, name in enumerate(names, start=1)]
     write_json(folder / f"{split}.json", {**common, "annotations": annotations, "categories": categories})
     if stuff_names:
-        kinds = [(name, "thing") for name in names] + [(name, "stuff") for name in stuff_names]
-        categories = [
-            {"id": number, "name": name, "isthing": int(kind == "thing"), "supercategory": kind}
-            for number, (name, kind) in enumerate(kinds, start=1)
-        ]
+        categories = _panoptic_categories(names, stuff_names)
         write_json(folder / f"{split}_panoptic.json", {**common, "annotations": panoptic, "categories": categories})
 
 
+def _panoptic_folder(folder: Path, split: SampleSplit) -> Path:
+    return folder / f"{split}_panoptic"
+
+
+def _panoptic_categories(names: Sequence[str], stuff_names: Sequence[str]) -> list[dict[str, Any]]:
+    kinds = [(name, "thing") for name in names] + [(name, "stuff") for name in stuff_names]
+    return [
+        {"id": number, "name": name, "isthing": int(kind == "thing"), "supercategory": kind}
+        for number, (name, kind) in enumerate(kinds, start=1)
+    ]
+
+
+def _read_manifest(folder: Path) -> dict[str, Any]:
+    try:
+        manifest = read_json(folder / MANIFEST, limit=2**20)
+    except (FileNotFoundError, ValueError):
+        return {}
+    return manifest if isinstance(manifest, dict) else {}
+
+
 def _split_is_there(folder: Path, recipe: Recipe, split: SampleSplit, panoptic: bool) -> bool:
-    names = [split, f"{split}_panoptic"] if panoptic else [split]
+    folders = [folder / split, _panoptic_folder(folder, split)] if panoptic else [folder / split]
     return all(
-        (folder / f"{name}.json").is_file()
-        and sum(1 for _ in (folder / name).glob(f"{split}_*")) == recipe.num_images(split)
-        for name in names
+        images.with_name(f"{images.name}.json").is_file()
+        and sum(1 for _ in images.glob(f"{split}_*")) == recipe.num_images(split)
+        for images in folders
     )
