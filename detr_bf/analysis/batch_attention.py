@@ -124,6 +124,7 @@ def attention_at(
             "weights of attention between images to draw; detr-bf analyze feature-maps shows both streams of any mixer"
         )
     levels = subject.levels(recording.insertions[0].before, batch)
+    # of a mixer's layers the first
     first_of_mixers = {each.insertion: each for each in reversed(recording.attention)}
     insertion = recording.attention[0].insertion if layer is None else layer
     if insertion not in first_of_mixers:

@@ -100,15 +100,19 @@ def grad_cam(
             check_labels(labels, len(class_names))
             source = source or _source(model, batch.images)
             logits, heat = _heat(model, source, batch)
-            found += map(
-                CamImage,
-                batch.indices.tolist(),
-                [class_names[label] for label in labels.tolist()],
-                [class_names[label] for label in logits.argmax(1).tolist()],
-                logits.softmax(1).gather(1, labels[:, None])[:, 0].tolist(),
-                pixels.shown(batch.images).numpy(),
-                heat.float().cpu().numpy(),
-            )
+            best, probability = logits.argmax(1).tolist(), logits.softmax(1).gather(1, labels[:, None])[:, 0].tolist()
+            pictures, heats = pixels.shown(batch.images).numpy(), heat.float().cpu().numpy()
+            for row, (index, label) in enumerate(zip(batch.indices.tolist(), labels.tolist(), strict=True)):
+                found.append(
+                    CamImage(
+                        index,
+                        class_names[label],
+                        class_names[best[row]],
+                        probability[row],
+                        pictures[row],
+                        heats[row],
+                    )
+                )
     return CamSheet(tuple(found))
 
 
@@ -127,8 +131,8 @@ def _heat(model: nn.Module, source: nn.Module, batch: LabelledImages) -> tuple[T
     maps, gradients = leaves[0].detach(), torch.autograd.grad(scores.sum(), leaves)[0]
     if isinstance(model, VisionTransformer):  # (B, S, C) to (B, C, h, w)
         grid = cast("Any", model.patch_embed).dynamic_feat_size(batch.images.shape[-2:])
-        patches = (patches_of(tokens, model.num_prefix_tokens) for tokens in (maps, gradients))
-        maps, gradients = (x.transpose(1, 2).unflatten(2, grid) for x in patches)
+        maps = patches_of(maps, model.num_prefix_tokens).transpose(1, 2).unflatten(2, grid)
+        gradients = patches_of(gradients, model.num_prefix_tokens).transpose(1, 2).unflatten(2, grid)
     return logits.detach(), class_activation(maps, gradients)
 
 
@@ -246,8 +250,9 @@ def feature_maps(
                 grid = patch_embed.dynamic_feat_size(batch.images.shape[-2:])
                 means = patches_of(kept.pop(), vit.num_prefix_tokens).mean(-1).unflatten(1, grid).float().cpu().numpy()
                 names = [class_names[label] for label in batch.targets.labels.tolist()]
-                pictures, streams = pixels.shown(batch.images).numpy(), np.split(means, 2)  # clean stream first
-                found += map(StreamMaps, batch.indices.tolist(), names, pictures, *streams)
+                pictures, (clean, mixed) = pixels.shown(batch.images).numpy(), np.split(means, 2)
+                of_images = zip(batch.indices.tolist(), names, pictures, clean, mixed, strict=True)
+                found += [StreamMaps(*image) for image in of_images]
     return FeatureMaps(tuple(found))
 
 

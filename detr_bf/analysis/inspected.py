@@ -8,7 +8,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -167,8 +166,11 @@ class InspectedClassifier(InspectedRun):
 
 def level_list(shapes: Sequence[tuple[int, int]], start: int = 0) -> list[Level]:
     """Return the levels of maps with these heights and widths, one after another from token ``start`` on."""
-    starts = accumulate((height * width for height, width in shapes), initial=start)
-    return [Level(first, *shape) for first, shape in zip(starts, shapes, strict=False)]
+    levels = []
+    for height, width in shapes:
+        levels.append(Level(start, height, width))
+        start += height * width
+    return levels
 
 
 def level_numbered(levels: Sequence[Level], level: int) -> Level:

@@ -28,9 +28,6 @@ from detr_bf.plugins import add_batchformer, add_batchformer_v2, add_diverse_pat
 from detr_bf.plugins.batchformer import classifiers_of
 from detr_bf.plugins.plugin import PREFIX, chosen
 
-# settings of a plug-in that its function does not take, or takes in another form
-_NO_ARGUMENTS = ("enabled", "layers", "lr_factor", "weight_decay", "patch_cutmix")
-
 # plug-ins that evaluation does not use
 TRAINING_ONLY = ("batchformer_v2", "batchformer", "diverse_patch", "relative_localization")
 
@@ -38,24 +35,41 @@ TRAINING_ONLY = ("batchformer_v2", "batchformer", "diverse_patch", "relative_loc
 @if_enabled("plugins.batchformer_v2")
 def add_v2(model: nn.Module, settings: BatchFormerV2PluginConfig) -> None:
     """Add BatchFormerV2; InputError if it does not fit the model."""
-    add_batchformer_v2(model, layers_of(settings.layers), **_arguments(settings))
+    add_batchformer_v2(
+        model,
+        layers_of(settings.layers),
+        position=settings.position,
+        shared=settings.shared,
+        mode=settings.mode,
+        num_layers=settings.num_layers,
+        heads=settings.heads,
+        dropout=settings.dropout,
+        gather=settings.gather,
+        init=settings.init,
+        log_attention=settings.log_attention,
+    )
 
 
 @if_enabled("plugins.batchformer")
 def add_v1(model: nn.Module, settings: BatchFormerPluginConfig) -> None:
     """Add BatchFormer; InputError if it does not fit the model."""
-    add_batchformer(model, **_arguments(settings))
+    add_batchformer(
+        model,
+        heads=settings.heads,
+        dropout=settings.dropout,
+        num_layers=settings.num_layers,
+        shared_classifier=settings.shared_classifier,
+        gather=settings.gather,
+        init=settings.init,
+    )
 
 
 @if_enabled("plugins.diverse_patch")
 def add_diverse(model: nn.Module, settings: DiversePatchConfig, num_classes: int) -> None:
     """Add DiversePatch; InputError if it does not fit the model."""
-    add_diverse_patch(model, num_classes, **_arguments(settings))
-
-
-def _arguments(settings: Any) -> dict[str, Any]:
-    """Return the settings of a plug-in that are keyword arguments of its function, by name."""
-    return {name: value for name, value in vars(settings).items() if name not in _NO_ARGUMENTS}
+    add_diverse_patch(
+        model, num_classes, cosine=settings.cosine, contrastive=settings.contrastive, mixing=settings.mixing
+    )
 
 
 def build_classifier(config: ClassifierConfig, num_classes: int, *, pretrained: bool = True) -> nn.Module:
@@ -144,7 +158,15 @@ def build_classifier_criterion(
     """Return the loss of the logits with the losses of the plug-ins."""
     loss: Callable[[Tensor, Tensor], Tensor]
     if config.loss.name == "ride":
-        loss = RideLoss(class_counts, scale=SCALE, **vars(config.loss.ride))
+        ride = config.loss.ride
+        loss = RideLoss(
+            class_counts,
+            scale=SCALE,
+            diversity=ride.diversity,
+            margin=ride.margin,
+            reweight_epoch=ride.reweight_epoch,
+            reweight_factor=ride.reweight_factor,
+        )
     elif config.loss.name == "balanced_softmax":
         loss = BalancedSoftmax(class_counts, loss_scale=config.loss.loss_scale)
     else:
@@ -195,7 +217,12 @@ def _batch_former(config: MaskedConfig) -> BatchFormerV2 | None:
             model.decoder_dim,
             layers=chosen(layers_of(settings.layers), model.decoder_depth),
             num_encoder_layers=model.decoder_depth,
-            **{**_arguments(settings), "heads": settings.heads or model.decoder_heads},
+            position=settings.position,
+            shared=settings.shared,
+            num_layers=settings.num_layers,
+            heads=settings.heads or model.decoder_heads,
+            dropout=settings.dropout,
+            gather=settings.gather,
         )
 
 

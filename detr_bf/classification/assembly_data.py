@@ -115,8 +115,20 @@ def _read(config: ImageConfig) -> LabelledSplits:
 
 def build_image_train_transform(transforms: ImageTransformConfig) -> TrainTransform:
     """Build the training transform."""
-    others = {name: value for name, value in vars(transforms).items() if name not in ("size", "erase", "eval_crop")}
-    return TrainTransform((transforms.size, transforms.size), erase_prob=transforms.erase, **others)
+    return TrainTransform(
+        (transforms.size, transforms.size),
+        crop=transforms.crop,
+        area=transforms.area,
+        padding=transforms.padding,
+        horizontal_flip=transforms.horizontal_flip,
+        color_jitter=transforms.color_jitter,
+        auto_augment=transforms.auto_augment,
+        cutout=transforms.cutout,
+        erase_prob=transforms.erase,
+        interpolation=transforms.interpolation,
+        mean=transforms.mean,
+        std=transforms.std,
+    )
 
 
 def build_image_eval_transform(transforms: ImageTransformConfig) -> EvalTransform:
@@ -206,7 +218,14 @@ def build_mix(config: ImageConfig, num_classes: int) -> Mix | None:
         return PatchMixing(patch_size(config), num_classes, smoothing)
     if not settings.probability or not (settings.mixup or settings.cutmix):
         return None
-    return BatchMix(num_classes, **vars(settings), smoothing=smoothing)
+    return BatchMix(
+        num_classes,
+        mixup=settings.mixup,
+        cutmix=settings.cutmix,
+        probability=settings.probability,
+        switch=settings.switch,
+        smoothing=smoothing,
+    )
 
 
 def patch_size(config: ClassifierConfig) -> tuple[int, int]:

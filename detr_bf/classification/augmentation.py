@@ -112,7 +112,8 @@ class TrainTransform:
         mean: Sequence[float],
         std: Sequence[float],
     ) -> None:
-        self.fixed = None if crop == "resized" else Resize(size, interpolation)  # the same for every seed
+        # First operation if it does not depend on the seed: data.py applies it once to each image.
+        self.fixed = None if crop == "resized" else Resize(size, interpolation)
         self.padding = padding if crop == "padded" else 0
         self.horizontal_flip = horizontal_flip
         self.crop: Picture | None = None

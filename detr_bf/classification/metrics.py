@@ -11,19 +11,21 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from detr_bf.classification.batch import LabelledImages
-from detr_bf.classification.masked_autoencoder import Reconstructed
 from detr_bf.common.errors import InputError
 from detr_bf.common.files import atomic_write
 from detr_bf.common.structures import ClassMap
 from detr_bf.common.text import csv_cell, printable
 from detr_bf.evaluation.error_types import Calibration
+
+if TYPE_CHECKING:
+    from detr_bf.classification.masked_autoencoder import Reconstructed  # loads timm
 
 GROUPS = ("many", "medium", "few")
 CLASSIFICATION_METRIC_NAMES = ("top1", "top5", *GROUPS, "balanced", "ece", "loss")

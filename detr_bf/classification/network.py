@@ -133,7 +133,8 @@ def _cifar_resnet(name: str, num_classes: int, options: Mapping[str, Any]) -> nn
 def check_shapes(network: nn.Module, name: str, *, image_size: int, num_classes: int) -> None:
     """Run two images through a network without plug-ins in evaluation mode, to find shape errors early.
 
-    The network is left in training mode. With ``num_classes`` 0, without a classifier, its outputs may have any shape.
+    The network is left in training mode. ``image_size`` is in pixels. With ``num_classes`` 0, without a classifier, its
+    outputs may have any shape.
 
     Raises:
         InputError: the network does not accept RGB images of this size, or does not return ``num_classes`` logits each.

@@ -166,8 +166,13 @@ def _class_table(result: ClassificationResult) -> str:
     ordered = sorted(result.per_class.items(), key=lambda item: -1.0 if item[1].accuracy is None else item[1].accuracy)
     titles = ("Class", "Accuracy", "Images", "Training images")
     rows = (
-        row(name, x.accuracy, (percent(x.accuracy), f"{x.images:,}", f"{x.train_images:,}"), f"{x.group}-shot")
-        for name, x in reversed(ordered)
+        row(
+            name,
+            of_class.accuracy,
+            (percent(of_class.accuracy), f"{of_class.images:,}", f"{of_class.train_images:,}"),
+            f"{of_class.group}-shot",
+        )
+        for name, of_class in reversed(ordered)
     )
     return table(titles, rows)
 

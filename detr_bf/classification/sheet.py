@@ -68,7 +68,7 @@ def reconstruction_sheet(originals: Tensor, masked: Tensor, reconstructed: Tenso
         Strip(tuple(fit(picture, _RECONSTRUCTION_CELL)[0] for picture in triple), ("", "", ""))
         for triple in zip(originals, masked, reconstructed, strict=True)
     ]
-    return lay_out(strips, ("Original", "Masked", "Reconstruction"), 2, _RECONSTRUCTION_CELL)
+    return lay_out(strips, ("Original", "Masked", "Reconstruction"), cell=_RECONSTRUCTION_CELL)
 
 
 def _paint_block(title: str, rows: Sequence[ClassifiedImage], class_names: Sequence[str]) -> Image.Image:

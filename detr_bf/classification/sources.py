@@ -169,10 +169,8 @@ def image_folder(
     folders = [Path(root) / name for name in (train, val)]
     names, others = _class_names(folders[0]), _class_names(folders[1])
     if names != others and not (val_subset and set(others) < set(names)):
-        first, second = (
-            listed(sorted(set(ours) - set(theirs)), _NAMED) or "none"
-            for ours, theirs in ((others, names), (names, others))
-        )
+        only_val, only_train = sorted(set(others) - set(names)), sorted(set(names) - set(others))
+        first, second = (listed(classes, _NAMED) or "none" for classes in (only_val, only_train))
         raise InputError(
             f"the classes of {folders[1]} must be those of {folders[0]}, but {first} are only in the first and "
             f"{second} only in the second: make both the same, "
@@ -380,7 +378,7 @@ def pairs_of(pixels: Tensor, labels: Tensor, pairs: int, seed: int) -> tuple[Ten
 
 
 def _garments(folder: Path, part: str) -> tuple[Tensor, Tensor]:
-    """Return pixels (N, 28, 28) and labels (N,), both uint8; InputError for a wrong checksum."""
+    """Return pixels (N, 28, 28) and labels (N,), both uint8; errors as :func:`_values`."""
     pixels = _values(folder, f"{part}-images-idx3-ubyte")[16:]  # without the header
     return pixels.view(-1, 28, 28), _values(folder, f"{part}-labels-idx1-ubyte")[8:]
 
@@ -408,7 +406,7 @@ def _file(folder: Path, name: str) -> Path | None:
 
 
 def _values(folder: Path, name: str) -> Tensor:
-    """Return the bytes (n,) uint8 of an idx file."""
+    """Return the bytes (n,) uint8 of an idx file; InputError if it is missing, damaged or has another checksum."""
     path = _file(folder, name)
     if path is None:
         raise InputError(f"{folder} has no {name} and no {name}.gz: delete the folder and run again")

@@ -166,12 +166,17 @@ def _panoptic_records(folder: Path, path: Path, maps: Path) -> Records:
         {
             "file_name": str(folder / image["file_name"]),
             "image_id": image["id"],
-            **dict(zip(("height", "width"), annotated_size(image) or (), strict=False)),
+            **_sides(image),
             "pan_seg_file_name": str(maps / pngs[image["id"]]),
             "segments_info": segments[image["id"]],
         }
         for image in sorted(content.images, key=lambda image: image["id"])
     ]
+
+
+def _sides(image: Mapping[str, Any]) -> dict[str, int]:
+    size = annotated_size(image)
+    return {} if size is None else {"height": size[0], "width": size[1]}
 
 
 def _absolute(path: str | Path) -> Path:

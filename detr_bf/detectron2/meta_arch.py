@@ -274,29 +274,44 @@ class DetrBf(nn.Module):
 def build_detr_bf(
     *,
     num_classes: int,
+    model: Mapping[str, Any] | None = None,
+    loss: Mapping[str, Any] | None = None,
+    batch_former: Mapping[str, Any] | None = None,
+    plugins: Mapping[str, Any] | None = None,
+    freeze: Mapping[str, Any] | None = None,
+    eval: Mapping[str, Any] | None = None,
+    train: Mapping[str, Any] | None = None,
     backbone: nn.Module | None = None,
     pixel_mean: Sequence[float] = (123.675, 116.28, 103.53),
     pixel_std: Sequence[float] = (58.395, 57.12, 57.375),
     input_format: str = "RGB",
     panoptic_dataset: str | None = None,
     pretrained: bool = True,
-    **groups: Mapping[str, Any] | None,
 ) -> DetrBf:
     """Build the architecture from keyword arguments, for LazyConfig: ``L(build_detr_bf)(num_classes=80, ...)``.
 
     Args:
         num_classes: without no-object.
+        model, loss, batch_former, plugins, freeze, eval, train: settings that differ from the defaults of
+            :mod:`detr_bf.config`.
         backbone: a backbone of detectron2; None: ours, from ``model["backbone"]``.
         pixel_mean, pixel_std: for a backbone of detectron2, in channel order and units of 0 to 255.
         input_format: channel order, RGB or BGR.
         panoptic_dataset: registered data set whose metadata list things and stuff; None: no panoptic maps.
         pretrained: load the weights named in the settings of our backbone.
-        groups: ``model``, ``loss``, ``batch_former``, ``plugins``, ``freeze``, ``eval`` and ``train``: settings that
-            differ from the defaults of :mod:`detr_bf.config`.
 
     Raises:
         InputError: a setting is unknown or out of range.
     """
+    groups = {
+        "model": model,
+        "loss": loss,
+        "batch_former": batch_former,
+        "plugins": plugins,
+        "freeze": freeze,
+        "eval": eval,
+        "train": train,
+    }
     tree = {name: OmegaConf.to_container(OmegaConf.create(dict(group))) for name, group in groups.items() if group}
     return DetrBf(
         **build_parts(

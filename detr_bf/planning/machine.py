@@ -193,7 +193,7 @@ def read_measured(path: Path, config: DetectionConfig) -> tuple[float, str]:
 
 
 def _positive(value: Any) -> float:
-    """Return a number read from JSON; ValueError if not above 0 and at most ``MAX_SECONDS``, also for image sides."""
+    """Return seconds or pixels read from JSON; ValueError if they are not above 0 and at most ``MAX_SECONDS``."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MAX_SECONDS:
         raise ValueError(f"{printable(value)} is no number above 0 and at most {MAX_SECONDS}")
     return float(value)

@@ -340,7 +340,8 @@ def fused_attention(
 ) -> Tensor:
     """Run the memory-efficient kernel: query (R, H, Q, D), key and value (R, H, S, D).
 
-    ``attn_mask`` is bool or a float bias, broadcastable to (R, H, Q, S).
+    ``attn_mask`` is bool or a float bias, broadcastable to (R, H, Q, S), ``dropout_p`` the dropout probability of the
+    weights.
     """
     bias = attn_mask
     if bias is not None:

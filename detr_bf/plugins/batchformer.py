@@ -180,7 +180,7 @@ class BatchFormerPlugin(BatchAttention[BatchFormer]):
 
     name = "batchformer"
 
-    def _before(self, reader: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+    def before(self, reader: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
         return (self.batch_former(args[0]), *args[1:]) if self.training else None
 
 
@@ -230,7 +230,7 @@ def add_batchformer(
         ),
         init,
     )
-    plugin.join(model, (reader.register_forward_pre_hook(plugin._before) for reader in readers))
+    plugin.join(model, (reader.register_forward_pre_hook(plugin.before) for reader in readers))
     return plugin
 
 
