@@ -182,6 +182,8 @@ def build_batch_former(config: DetectionConfig) -> BatchFormerV2 | None:
 def _batch_former_places(model: ModelConfig, layers: Sequence[int]) -> tuple[int, int]:
     """Return the width of the tokens at the insertions and the number of possible places.
 
+    A detector with ``encoder_width`` has one place more than encoder layers: after the encoder.
+
     Raises:
         InputError: the tokens have different widths at the insertions.
     """

@@ -40,7 +40,7 @@ CELL_FORMAT = "detr_bf cell 1"
 EXPERIMENT_FORMAT = "detr_bf experiment 1"
 NOT_COMPARED = (  # settings without influence on what a run learns and on its metrics
     *("data.check", "data.root", "data.workers", "eval.loss", "eval.picture_threshold", "eval.pictures"),
-    "train.loggers",
+    *("report", "train.loggers"),
 )
 _MAX_BYTES = 2**30  # of a record
 

@@ -275,7 +275,7 @@ class RunConfig:
     init_from: str | None = weights(None)  # checkpoint, published weights or hf://user/name to start from; null: none
     seed: int = seed(42)  # of weights, data order, augmentation and dropout
     device: str = "auto"  # auto, cpu, cuda or cuda:N
-    report: bool = True  # write report.html at the end of a training or an evaluation
+    report: bool = True  # write report.html at the end of a training or an evaluation; false removes an older one
     data: LoadingConfig = field(default_factory=LoadingConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)

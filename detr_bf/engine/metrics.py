@@ -147,7 +147,9 @@ class Means:
             self._values[name].append(value.detach())
 
     def take(self, per_step: str) -> dict[str, float]:
-        """Return the means by name, with the ``step_seconds`` of one ``per_step``, and start anew; a collective.
+        """Return the means by name, and start anew; a collective.
+
+        ``step_seconds`` is the time divided by the number of values of ``per_step``, a name that is added once a step.
 
         All ranks must have added the same names.
         """

@@ -21,13 +21,16 @@ from detr_bf.data.transforms import eval_sample
 from detr_bf.export.graph import (
     EXAMPLE_SIDE,
     FILE_SUFFIXES,
+    ONNX_FORMAT,
     ONNX_SUFFIX,
     OPENVINO_SUFFIX,
+    OPSET,
     PACKAGE_SUFFIX,
     WEIGHTS_SUFFIX,
     Exported,
     ExportGraph,
     ExportSignature,
+    FitResize,
     SelectionGraph,
     compile_package,
     export_graph,
@@ -43,6 +46,7 @@ from detr_bf.export.graph import (
     write_package,
 )
 from detr_bf.export.parity import (
+    COMPARED_BATCH,
     TOLERANCES,
     Comparison,
     GivenSelections,
@@ -54,10 +58,52 @@ from detr_bf.export.parity import (
     selection_names,
     synthetic_images,
 )
-from detr_bf.export.precision import EXPORT_PRECISIONS, half_precision, int8_precision
-from detr_bf.export.runtime import machine_features
+from detr_bf.export.precision import (
+    EXPORT_PRECISIONS,
+    MAX_CALIBRATION,
+    calibration_files,
+    half_precision,
+    int8_precision,
+)
+from detr_bf.export.runtime import (
+    FileDetector,
+    OnnxDetector,
+    OpenVinoDetector,
+    PackageDetector,
+    file_detector,
+    machine_features,
+)
 
-__all__ = ["GivenSelections", "ParityError", "export_detector", "file_names", "parity_table", "synthetic_images"]
+__all__ = [
+    "COMPARED_BATCH",
+    "EXPORT_PRECISIONS",
+    "FILE_SUFFIXES",
+    "MAX_CALIBRATION",
+    "ONNX_FORMAT",
+    "OPSET",
+    "TOLERANCES",
+    "Comparison",
+    "ExportGraph",
+    "ExportSignature",
+    "Exported",
+    "FileDetector",
+    "FitResize",
+    "GivenSelections",
+    "OnnxDetector",
+    "OpenVinoDetector",
+    "PackageDetector",
+    "ParityError",
+    "calibration_files",
+    "compare_outputs",
+    "compared_batches",
+    "export_detector",
+    "file_detector",
+    "file_metadata",
+    "file_names",
+    "fixed_transform",
+    "parity_table",
+    "synthetic_images",
+]
 
 logger = logging.getLogger(__name__)
 

@@ -75,9 +75,9 @@ def save_shared(
     for file in (WEIGHTS, CONFIG, CARD):
         if (folder / file).exists() or (folder / file).is_symlink():
             raise InputError(f"{printable(folder / file)} exists: give a new folder")
+    metrics = _metrics_of(origin)
     make_output_folder(folder, "folder")
     write_weights(folder / WEIGHTS, weights)
-    metrics = _metrics_of(origin)
     content = {
         "format": _FORMAT,
         "detr_bf": version("detr_bf"),
@@ -135,9 +135,10 @@ def without_paths(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _metrics_of(origin: SourceCheckpoint) -> dict[str, float] | None:
     """Return the metrics of the evaluation at the step of the checkpoint, from the log beside it."""
-    if origin.step is None:
+    log = origin.source.parent / METRICS_FILE
+    if origin.step is None or not is_file(log):
         return None
-    records = [record for _, record in read_records(origin.source.parent / METRICS_FILE) if record is not None]
+    records = [record for _, record in read_records(log) if record is not None]
     found = [record for record in records if record["kind"] == "val" and record["step"] == origin.step]
     if not found:
         return None

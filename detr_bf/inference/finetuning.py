@@ -7,7 +7,6 @@ import logging
 import math
 import shlex
 from collections.abc import Collection, Sequence
-from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypedDict, overload
 
@@ -104,7 +103,16 @@ def finetune(
     Raises:
         InputError: for anything that can be corrected, before the first step.
     """
-    config, outcome = fine_tuned(data, output, model, init_from, augment, resume, overrides, dry_run)
+    config, outcome = fine_tuned(
+        data,
+        output=output,
+        model=model,
+        init_from=init_from,
+        augment=augment,
+        resume=resume,
+        overrides=overrides,
+        dry_run=dry_run,
+    )
     if dry_run:
         logger.info("%s", outcome)  # ranks other than 0 log errors only
         return None
@@ -113,6 +121,7 @@ def finetune(
 
 def fine_tuned(
     data: str | Path,
+    *,
     output: str | Path,
     model: str,
     init_from: str | Path | None,
@@ -217,7 +226,8 @@ def folder_splits(data: DataConfig) -> list[str]:
         )
     chosen: dict[str, object] = {"data.train.split": train or None, "data.val.split": val or None}
     chosen |= {"data.val_fraction": 0.0 if val else VAL_FRACTION, "data.folds": 0, "data.fold": 0}
-    before = {name: attrgetter(name.removeprefix("data."))(data) for name in chosen}
+    before: dict[str, object] = {"data.train.split": data.train.split, "data.val.split": data.val.split}
+    before |= {"data.val_fraction": data.val_fraction, "data.folds": data.folds, "data.fold": data.fold}
     return [f"{name}={json.dumps(value)}" for name, value in chosen.items() if value != before[name]]
 
 

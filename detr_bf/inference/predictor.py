@@ -122,7 +122,7 @@ class Predictor:
 
     @property
     def model(self) -> Detector:
-        """Detector of torch, or :class:`~detr_bf.export.FileDetector`, which is called like one."""
+        """Detector of torch, or :class:`~detr_bf.export.runtime.FileDetector`, which is called like one."""
         return cast("Detector", self.backend.model)
 
     @property

@@ -72,7 +72,7 @@ from detr_bf.engine import (
 from detr_bf.engine.step import Criterion
 from detr_bf.evaluation import CocoEvaluator, PanopticEvaluator, encode, write_encoded, write_results
 from detr_bf.report import DETECTION_PAGE
-from detr_bf.tasks.outputs import write_pictures
+from detr_bf.tasks.outputs import write_errors_and_pictures
 from detr_bf.tasks.task import Evaluate, MakeBatches, Task
 
 logger = logging.getLogger(__name__)
@@ -226,7 +226,7 @@ class DetectionTask(Task[DetectionConfig]):
         found = evaluate.evaluator
         assert found is not None, "rank 0 has evaluated"
         write_results(folder.results, found.detections, found.class_map)
-        write_pictures(folder, self.config, found)
+        write_errors_and_pictures(folder, self.config, found)
 
     def deploy(self, checkpoint: Checkpoint, source: Path, target: Path) -> str:
         """Write the checkpoint without batch attention, averaged weights if there are any, and nothing to resume from.

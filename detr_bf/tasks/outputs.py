@@ -28,8 +28,11 @@ from detr_bf.report import (
 from detr_bf.tasks.task import MOST_ERROR_PICTURES
 
 
-def write_pictures(folder: RunFolder, config: DetectionConfig, evaluation: DetectionEvaluator) -> None:
-    """Write the errors and all pictures; a picture that fails is a warning."""
+def write_errors_and_pictures(folder: RunFolder, config: DetectionConfig, evaluation: DetectionEvaluator) -> None:
+    """Write ``errors.json``, and the pictures if ``eval.pictures`` is not 0.
+
+    A file that cannot be made is a warning; that of an earlier evaluation is removed first.
+    """
     best = evaluation.result and evaluation.result.thresholds
     best_threshold = best.overall if best else DEFAULT_THRESHOLD
     _write_errors(folder, config, best_threshold, evaluation)

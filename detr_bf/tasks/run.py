@@ -49,9 +49,10 @@ class Outcome:
     folder: Path
     report: Path | None  # None if it was not asked for, or could not be written
     epochs: str = ""  # of training: the last and the best epoch
+    no_report: str = "no report"  # why there is none
 
     def __str__(self) -> str:
-        shown = f"report {self.report}" if self.report else f"no report; results in {self.folder}"
+        shown = f"report {self.report}" if self.report else f"{self.no_report}; results in {self.folder}"
         return "  ".join(filter(None, (str(self.result), shown, self.epochs)))
 
 
@@ -292,8 +293,9 @@ def evaluation_source(config: RunConfig, named: bool) -> Path:
 
 
 def _evaluation_key(config: RunConfig, source: Path) -> str:
-    """Return a hash of the weights and of all settings, which identifies an evaluation."""
-    settings = {key: value for key, value in config_to_dict(config).items() if key not in ("output_dir", "init_from")}
+    """Return a hash of the weights and of the settings that an evaluation depends on."""
+    others = ("output_dir", "init_from", "report")
+    settings = {key: value for key, value in config_to_dict(config).items() if key not in others}
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
     with source.open("rb") as weights:
         while chunk := weights.read(2**20):
@@ -399,10 +401,13 @@ def _report(
     if task.config.report:
         with tolerating(str(folder.report)):
             report = write_report(folder.path, task.page)
+    else:
+        folder.report.unlink(missing_ok=True)  # that of an earlier evaluation
     if trainer is not None and trainer.metrics is not None:
         for path, _ in sorted(_pictures(folder) - before):
             trainer.metrics.write_picture(path.stem, trainer.progress.step, path)
-    return Outcome(result, folder.path, report, trainer.epochs_text if trainer else "")
+    reason = "no report, see the log" if task.config.report else "no report"
+    return Outcome(result, folder.path, report, trainer.epochs_text if trainer else "", reason)
 
 
 def _pictures(folder: RunFolder) -> set[tuple[Path, int]]:

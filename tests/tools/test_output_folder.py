@@ -226,7 +226,7 @@ def test_a_report_that_cannot_be_made_is_a_warning(
     assert train_net(["--config", str(tiny), "train.max_steps=1"]) == 0
     said = capsys.readouterr()
     assert "AP 0." in said.out
-    assert "no report; results in" in said.out
+    assert "no report, see the log" in said.out
     assert "No space left on device" in said.err
     assert (tmp_path / "run" / "evaluation.json").exists()
 
