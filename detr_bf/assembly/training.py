@@ -90,6 +90,9 @@ def changed_splits(
 ) -> set[str]:
     """Return the splits that are not those of the checkpoint, each with a warning.
 
+    Args:
+        data: fingerprints of the splits.
+
     Raises:
         InputError: the images of a divided data set are divided in another way, so that images of training may have
             become validation images.
@@ -122,7 +125,11 @@ def _counted(fingerprint: Mapping[str, Any]) -> str:
 
 
 def warn_of_other_division(val: Mapping[str, Any], checkpoint: Checkpoint, source: Path) -> None:
-    """Log a warning if the validation images of divided data are not those of the training of the checkpoint."""
+    """Log a warning if the validation images of divided data are not those of the training of the checkpoint.
+
+    Args:
+        val: fingerprint of the validation data.
+    """
     before = checkpoint.training["data"].get("val", val) if checkpoint.training else val
     if before["files"] != val["files"]:
         logger.warning(

@@ -72,7 +72,6 @@ def analyze(
     """
     records = _by_key(cells, arms)
     present = list(dict.fromkeys(key[0] for key in records))
-    missing = [name for name in arms if name not in present]
     if baseline not in present:
         start = f"the baseline '{printable(baseline)}' has no finished cell"
         raise InputError(f"{start}; arms with finished cells: {listed(present) or 'none'}")
@@ -99,7 +98,7 @@ def analyze(
         "settings": _settings(records, present),
         "circumstances": _circumstances(records),
     }
-    return document | {"sentences": list(_sentences(document, records, found, missing, planned))}
+    return document | {"sentences": list(_sentences(document, records, found, arms, planned))}
 
 
 def _by_key(cells: Iterable[_Record], arms: Mapping[str, Sequence[str]]) -> dict[_Key, _Record]:
@@ -323,7 +322,7 @@ def _sentences(
     document: Mapping[str, Any],
     records: Mapping[_Key, _Record],
     found: Mapping[_Key, Resampled],
-    missing: Sequence[str],
+    arms: Iterable[str],
     planned: Sequence[tuple[str, str]],
 ) -> Iterator[str]:
     primary, baseline = document["primary"], document["baseline"]
@@ -339,7 +338,7 @@ def _sentences(
         if arm["name"] in asked - compared:
             name = printable(arm["name"])
             yield f"{name} is not compared: none of its cells has the seed and fold of a cell of the other arm."
-    if missing:
+    if missing := [name for name in arms if name not in {arm["name"] for arm in document["arms"]}]:
         yield f"Without a finished cell, and therefore left out: {listed(missing)}."
     if differences:
         yield from _tests(differences, primary)

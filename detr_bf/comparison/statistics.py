@@ -180,6 +180,9 @@ def sign_flip_p(differences: Sequence[float]) -> float:
     It assumes only that a difference and its negative are equally likely if the arms are equal. Up to 16 pairs all 2^n
     patterns are enumerated, and p is exact; the smallest possible value is 2 / 2^n (0.0625 for 5 pairs). Beyond, p is
     estimated from 100,000 random patterns of a fixed seed and the observed one. The differences must be finite.
+
+    Args:
+        differences: (n,) finite numbers.
     """
     values = np.asarray(differences, dtype=np.float64)
     count = len(values)

@@ -116,7 +116,11 @@ class TensorBoardLogger:
 
 
 class _ServiceLogger:
-    """Base class of loggers with a run in another program; arguments as of :func:`make_loggers`."""
+    """Base class of loggers with a run in another program; arguments as of :func:`make_loggers`.
+
+    Args:
+        config: settings of the run by full key, such as ``train.epochs``.
+    """
 
     def __init__(self, folder: RunFolder, config: Mapping[str, Any], state: LoggerState) -> None:
         self._folder, self._config, self._state = folder, config, state

@@ -112,7 +112,11 @@ class MetricsLog:
         logger.warning("%s (%s: %s); %s is complete", what, type(error).__name__, error, self._file.name)
 
     def close(self, error: BaseException | None = None) -> None:
-        """Close the file and leave the loggers."""
+        """Close the file and leave the loggers.
+
+        Args:
+            error: the exception that ended the run.
+        """
         with suppress(OSError):  # a failed write fails again when flushed
             self._file.close()
         try:
@@ -254,7 +258,11 @@ class TrainingLog:
             self._metrics.write(kind, step, values)
 
     def log_epoch(self, epoch: float, step: int, accumulate: int) -> None:
-        """Log the means over the epoch, or over its part since the resumption, as one line."""
+        """Log the means over the epoch, or over its part since the resumption, as one line.
+
+        Args:
+            accumulate: batches of an optimizer step.
+        """
         means, batches = self._epoch.take()
         if means:
             steps = math.ceil(batches / accumulate)

@@ -341,6 +341,7 @@ def capture_step(
 
     Args:
         step, batches, rng, scale, with_backward: see :func:`find_fault`.
+        number: of the step, from 1.
     """
     fault = find_fault(step, batches, rng, scale=scale, with_backward=with_backward)
     return Capture(

@@ -106,6 +106,7 @@ class Trainer:
         data: fingerprints of the training and validation data.
         resume_from: go on from this checkpoint.
         new_val: the validation data are not those of ``resume_from``, so that scores cannot be compared.
+        batches_per_epoch: of each rank.
 
     Raises:
         InputError: the run cannot go on from ``resume_from``.
@@ -281,7 +282,11 @@ class Trainer:
         return not any(each.not_finite for each in flags) and (self.scaler.is_enabled() or math.isfinite(norm))
 
     def _settle(self, update: Callable[[], None] | None = None) -> None:
-        """Check the last step unless that was done; complete or skip it."""
+        """Check the last step unless that was done; complete or skip it.
+
+        Args:
+            update: called before the step is completed.
+        """
         step, self._unchecked = self._unchecked, None
         if step is None:
             return

@@ -157,6 +157,9 @@ class FileDetector(ABC):
 class OnnxDetector(FileDetector):
     """Detector that onnxruntime computes on the CPU.
 
+    Args:
+        content: bytes or path of the file.
+
     Raises:
         InputError: onnxruntime is not installed, or the file is damaged or was not written by this package.
     """

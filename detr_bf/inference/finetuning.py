@@ -241,7 +241,11 @@ def _train_images(config: DetectionConfig) -> float:
 
 
 def _by_steps(config: DetectionConfig, steps: int, given: Collection[str]) -> dict[str, float]:
-    """Return the warm-up, the decay of the averaged weights and the learning rates of a run of this many steps."""
+    """Return the warm-up, the decay of the averaged weights and the learning rates of a run of this many steps.
+
+    Args:
+        given: names of the settings that the user chose.
+    """
     optimizer = config.optimizer
     chosen = {
         "optimizer.warmup_steps": min(WARMUP_STEPS, steps // 10),

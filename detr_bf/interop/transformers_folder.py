@@ -81,6 +81,7 @@ def write_transformers_folder(
 
     Args:
         detector: in evaluation mode.
+        config: settings of the run, as a checkpoint stores them.
 
     Returns:
         The names of the tensors of batch attention that were left out.

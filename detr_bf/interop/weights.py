@@ -56,6 +56,7 @@ def write_weights(path: Path, weights: Mapping[str, Tensor], format_name: str | 
     Args:
         path: ``.safetensors`` holds only weights; other suffixes mean torch.save, with the format's wrapper.
         format_name: None keeps our names.
+        weights: state dict under our names.
 
     Raises:
         InputError: unknown suffix or format, weights that do not fit the format, or the file cannot be written.
