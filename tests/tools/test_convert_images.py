@@ -178,7 +178,7 @@ def test_stripping_proves_that_evaluation_stays_the_same(
     source = saved(classifier_config(tmp_path), *VARIANTS["batchformer"], "plugins.batchformer.shared_classifier=false")
     forward = BatchFormer.forward
     monkeypatch.setattr(BatchFormer, "forward", lambda self, features: forward(self.train(), features))
-    monkeypatch.setattr("detr_bf.plugins.batchformer.BatchFormerPlugin._before", always)
+    monkeypatch.setattr("detr_bf.plugins.batchformer.BatchFormerPlugin.before", always)
     assert convert(source, tmp_path / "out.pth", "--strip-plugins") == 2
     assert "evaluation changes without plug-ins, so nothing was written" in capsys.readouterr().err
     assert not (tmp_path / "out.pth").exists()

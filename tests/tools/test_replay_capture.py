@@ -208,6 +208,7 @@ def test_bad_input_is_one_message(
     replace(healthy(), config=three).save(Path("three.pt"))
     torch.save({"model": {}}, "other.pt")
     Path("garbage.pt").write_bytes(b"anything")
+    capsys.readouterr()  # what the preparation printed
     assert run_tool(arguments) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
