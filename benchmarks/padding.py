@@ -27,8 +27,8 @@ from detr_bf.common.errors import InputError
 from detr_bf.common.terminal import run_tool
 from detr_bf.common.timing import Spread
 from detr_bf.config import load_config
+from detr_bf.data.annotation_values import annotated_size
 from detr_bf.data.batches import EpochBatches, aspect_buckets, derive_seed
-from detr_bf.data.coco import annotated_size
 from detr_bf.data.transforms import Sample, SampleTransform, train_transform
 
 Epochs = Sequence[tuple[int, int, np.ndarray]]  # seed, epoch and sizes (images, 2) after the transforms

@@ -38,7 +38,7 @@ _IMPORTS = {
     "detectors": "common batchformer transformer",
     "plugins": "common batchformer losses transformer",
     "engine": "common acceleration batchformer losses data evaluation transformer backbones",
-    "interop": "common backbones detectors",
+    "interop": "common batchformer backbones detectors",
     "export": "ops common batchformer losses data evaluation transformer detectors engine interop",
     "assembly": "common acceleration config batchformer losses data data/checks data/formats transformer "
     "backbones detectors plugins engine interop export",
@@ -265,7 +265,7 @@ def test_detectors_are_short_and_hold_only_their_difference() -> None:
         for window in set(six_lines(source)):
             assert window not in windows, (
                 f"{path.name} and {windows[window]} share these lines: call the other detector's function, or move "
-                f"the part to detectors/detector.py\n{window}"
+                f"the part to detectors/parts.py\n{window}"
             )
             windows[window] = path.name
 

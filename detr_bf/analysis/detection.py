@@ -89,7 +89,9 @@ def feature_maps_of(
 def has_two_streams(model: nn.Module) -> bool:
     """Return True if training forks the batch in a way that images attend to each other."""
     found = next((module for module in model.modules() if isinstance(module, BatchFormerV2)), None)
-    return found is not None and found.mode in ("two_stream", "mini_batch_inference") and found.neighbours is None
+    if found is None or found.neighbours is not None or found.references:
+        return False
+    return found.mode in ("two_stream", "mini_batch_inference")
 
 
 # Queries.

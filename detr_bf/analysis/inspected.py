@@ -136,7 +136,8 @@ class InspectedDetector(InspectedRun):
     def original(self, index: int) -> tuple[Tensor, Target]:
         """Return an image (3, H, W) uint8 as in its file, with its objects."""
         plain = build_val_data(self.settings, self.data.class_map, transform=lambda sample: sample)
-        return plain[SampleKey(0, index)]
+        image, target, *_ = plain[SampleKey(0, index)]
+        return image, target
 
 
 class InspectedClassifier(InspectedRun):

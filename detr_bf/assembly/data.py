@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from operator import attrgetter
@@ -18,23 +19,28 @@ from detr_bf.common.errors import InputError
 from detr_bf.common.extensions import extended
 from detr_bf.common.structures import Batch, ClassMap
 from detr_bf.config import DetectionConfig
-from detr_bf.config.detection import DataConfig, SplitConfig
+from detr_bf.config.data import DataConfig, SplitConfig
 from detr_bf.data.augment import Augmentation
 from detr_bf.data.batches import SampleKey
 from detr_bf.data.checks.learning import Training
-from detr_bf.data.coco import CocoDetection, Source
+from detr_bf.data.coco import CocoAnnotations, CocoDetection, Source, read_annotations
+from detr_bf.data.columns import values_of
 from detr_bf.data.loader import BatchLoader, make_loader
+from detr_bf.data.references import References, groups_of, own_files
 from detr_bf.data.transforms import TRANSFORMS, SampleTransform, eval_transform, resized_size, train_transform
 from detr_bf.detectors import detector_named
+
+logger = logging.getLogger(__name__)
 
 
 def build_train_data(config: DetectionConfig) -> CocoDetection:
     """Return the training split, whose categories become the classes; with masks if the model has a mask head."""
     source = data_source(config, "train")
     transform, sized = build_train_transforms(config)
+    content = read_annotations(source.annotations)
     return CocoDetection(
         source.images,
-        source.annotations,
+        content,
         transform,
         seed=config.seed,
         masks=config.model.masks,
@@ -44,7 +50,32 @@ def build_train_data(config: DetectionConfig) -> CocoDetection:
         grey_bits=config.data.grey_bits,
         augment=build_augmentation(config),
         sized=sized,
+        references=build_references(config, "train", source.images, content),
     )
+
+
+def build_references(config: DetectionConfig, split: str, folder: Path, content: CocoAnnotations) -> References | None:
+    """Return the references of the images of ``train`` or ``val``, None if they are not read.
+
+    Raises:
+        InputError: as :func:`~detr_bf.data.references.own_files` and :func:`~detr_bf.data.references.groups_of`.
+    """
+    data = config.data
+    if data.reference == "none" or (split == "val" and not config.references_in_evaluation):
+        return None
+    if data.reference == "own":
+        from_train = split == "val" and (data.folds or data.val_fraction)
+        given: SplitConfig = data.train if from_train else getattr(data, split)
+        setting = f"data.{'train' if from_train else split}.references"
+        own = _located(setting, given.references) if given.references else None
+        files: Sequence[Path | None] = own_files(content.images, folder, own)
+        missing = sum(file is None for file in files)
+        if missing:
+            logger.warning("data.%s: %d of %d images have no reference", split, missing, len(files))
+        return References("own", files, shift=data.reference_shift)
+    groups = groups_of(content.images) if data.reference == "same_group" else ()
+    names = values_of(content.images, "file_name")
+    return References(data.reference, [folder / name for name in names], groups, data.reference_shift)
 
 
 def build_train_transforms(config: DetectionConfig) -> tuple[SampleTransform, dict[int, SampleTransform]]:
@@ -83,15 +114,18 @@ def build_val_data(
 ) -> CocoDetection:
     """Return the validation split with the model's classes; resized for evaluation unless ``transform`` is given."""
     source = data_source(config, "val")
+    content = read_annotations(source.annotations)
     return CocoDetection(
         source.images,
-        source.annotations,
+        content,
         transform or build_eval_transform(config),
         class_map,
+        seed=config.seed,
         masks=masks,
         panoptic=source.panoptic,
         max_pixels=config.data.max_pixels,
         grey_bits=config.data.grey_bits,
+        references=build_references(config, "val", source.images, content),
     )
 
 

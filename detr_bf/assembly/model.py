@@ -56,6 +56,7 @@ def build_model(config: DetectionConfig, num_classes: int, *, pretrained: bool =
             frozen_stages=backbone.frozen_stages,
             frozen_norm=backbone.frozen_norm,
             finer=config.model.masks,
+            reference=backbone.reference,
         )
     return build_detector(config, num_classes, body)
 
@@ -175,6 +176,7 @@ def build_batch_former(config: DetectionConfig) -> BatchFormerV2 | None:
             keep_streams=settings.keep_streams,
             group_size=settings.group_size,
             neighbours=settings.neighbours,
+            references=settings.references,
             log_attention=settings.log_attention,
         )
 

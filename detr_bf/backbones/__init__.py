@@ -27,6 +27,7 @@ def build_backbone(
     frozen_stages: int,
     frozen_norm: bool,
     finer: bool = False,
+    reference: str = "none",
 ) -> Backbone:
     """Build a backbone and load its weights.
 
@@ -42,6 +43,7 @@ def build_backbone(
         frozen_norm: fix the statistics and affine parameters of every batch norm. Without pretrained weights it is the
             identity. A frozen stage whose norm is not frozen still updates its running statistics.
         finer: also return all finer maps, from stride 4 on, before those of ``strides``, for a mask head.
+        reference: see :class:`~detr_bf.backbones.backbone.Backbone`.
 
     Raises:
         InputError: an unknown name, stride, stage or file, weights of another network, or a failed download.
@@ -53,7 +55,7 @@ def build_backbone(
             if isinstance(module, FrozenBatchNorm2d):
                 module.register_forward_hook(_in_precision_of_input)
     freeze_stages(network, frozen_stages)
-    return Backbone(network)
+    return Backbone(network, reference)
 
 
 def _in_precision_of_input(module: nn.Module, arguments: tuple[Tensor, ...], output: Tensor) -> Tensor:

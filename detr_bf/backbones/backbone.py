@@ -123,14 +123,25 @@ class Backbone(nn.Module):
 
     ``channels`` and ``strides`` (pixels per cell) describe the feature maps, in ascending order of stride; ``stages``
     are the submodules of ``body`` that end a stage.
+
+    Args:
+        reference: what the network sees of a reference image: ``none`` of it; ``stack``, the image and the reference as
+            six channels, for which the first convolution gets weights of zero; or ``difference``, the image minus the
+            reference instead of the image.
+
+    Raises:
+        InputError: ``stack`` with a network whose first convolution does not have three channels or is frozen.
     """
 
     mean: Tensor
     std: Tensor
 
-    def __init__(self, network: Network) -> None:
+    def __init__(self, network: Network, reference: str = "none") -> None:
         super().__init__()
         self.body = network.body
+        self.reference = reference
+        if reference == "stack":
+            widen_first_convolution(self.body)
         self.channels = network.channels
         self.strides = network.strides
         self.stages = network.stages
@@ -138,15 +149,39 @@ class Backbone(nn.Module):
         self.register_buffer("mean", 255.0 * torch.tensor(network.mean).view(3, 1, 1), persistent=False)
         self.register_buffer("std", 255.0 * torch.tensor(network.std).view(3, 1, 1), persistent=False)
 
-    def forward(self, images: Tensor, padding_mask: Tensor) -> tuple[FeatureMap, ...]:
-        """Return the feature maps of (B, 3, H, W) images, uint8 or float in 0 to 255, with a (B, H, W) bool mask."""
-        pixels = normalize(images, padding_mask, self.mean, self.std).contiguous(memory_format=torch.channels_last)
+    def forward(self, images: Tensor, padding_mask: Tensor, references: Tensor | None = None) -> tuple[FeatureMap, ...]:
+        """Return the feature maps of (B, 3, H, W) images, uint8 or float in 0 to 255, with a (B, H, W) bool mask.
+
+        ``references`` are images of the same sizes, needed if ``reference`` is not ``none``.
+        """
+        pixels = normalize(images, padding_mask, self.mean, self.std)
+        if self.reference != "none":
+            assert references is not None, "a detector gives the references"
+            others = normalize(references, padding_mask, self.mean, self.std)
+            pixels = torch.cat([pixels, others], dim=1) if self.reference == "stack" else pixels - others
+        pixels = pixels.contiguous(memory_format=torch.channels_last)
         return tuple(FeatureMap(level, resize_mask(padding_mask, level.shape[-2:])) for level in self.maps(pixels))
 
     def maps(self, pixels: Tensor) -> Sequence[Tensor]:
         """Normalised images (B, 3, H, W) -> feature maps (B, C, h, w), from fine to coarse."""
         levels: Sequence[Tensor] = self.body(pixels)
         return levels
+
+
+def widen_first_convolution(body: nn.Module) -> None:
+    """Give the first convolution of a network three more input channels, with weights of zero (in-place).
+
+    Raises:
+        InputError: it does not have three channels, or is frozen.
+    """
+    first = next((module for module in body.modules() if isinstance(module, nn.Conv2d)), None)
+    if first is None or first.in_channels != 3 or first.groups != 1:
+        raise InputError("reference=stack needs a network that begins with a convolution of three channels")
+    if not first.weight.requires_grad:
+        raise InputError("reference=stack: the first convolution must learn to see the reference: set frozen_stages=0")
+    with torch.no_grad():
+        first.weight = nn.Parameter(torch.cat([first.weight, torch.zeros_like(first.weight)], dim=1))
+    first.in_channels = 6
 
 
 class ResNetBody(nn.Module):

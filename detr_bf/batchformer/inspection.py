@@ -64,6 +64,8 @@ def batch_former_of(model: nn.Module) -> BatchFormerV2:
         raise InputError(f"with batch_former.mode={found.mode} no image attends to another: there is nothing to show")
     if found.neighbours is not None:
         raise InputError("with batch_former.neighbours every image has a sequence of its own: this is not shown")
+    if found.references:
+        raise InputError("with batch_former.references images attend to their references alone: this is not shown")
     return found
 
 

@@ -22,7 +22,9 @@ from detr_bf.common.structures import TokenBatch
 
 logger = logging.getLogger(__name__)
 
-MODES = ("two_stream", "single_stream", "duplicate", "self_only", "mini_batch_inference")
+# of these, the last two use batch attention in evaluation
+MODES = ("two_stream", "single_stream", "duplicate", "self_only", "mini_batch_inference", "single_stream_inference")
+EVALUATED_MODES = ("mini_batch_inference", "single_stream_inference")
 POSITIONS = ("before", "after")
 SHORT_SEQUENCE = 3
 
@@ -31,7 +33,10 @@ class BatchFormerV2(nn.Module):
     """BatchFormerV2 before or after chosen encoder layers.
 
     In training with ``two_stream`` the first insertion forks the batch into a clean stream and a batch-attended one;
-    later insertions mix the second stream only. In evaluation it is the identity, except with ``mini_batch_inference``.
+    later insertions mix the second stream only. In evaluation it is the identity, except in :data:`EVALUATED_MODES`.
+
+    With ``references`` each image attends to itself and to its reference image alone, and the reference to both; an
+    image without one attends to itself. The rows of the references leave the batch after the last insertion.
 
     Args:
         dim: channels C.
@@ -43,7 +48,7 @@ class BatchFormerV2(nn.Module):
             but mixes nothing (control: twice the batch without batch attention); ``self_only`` forks and applies the
             mixer to each image alone (control: the layers of ``two_stream`` without attention to other images);
             ``mini_batch_inference`` trains as ``two_stream`` and replaces the tokens by the batch-attended ones in
-            evaluation.
+            evaluation; ``single_stream_inference`` replaces them in training and in evaluation.
         mixer: key of ``BATCH_MIXERS``.
         num_layers, heads, dropout: arguments of each mixer.
         mask_padding: exclude padded positions; the released code includes them.
@@ -56,6 +61,7 @@ class BatchFormerV2(nn.Module):
             ones smaller by one where it is not a multiple; None: the whole batch.
         neighbours: each image attends to itself and to so many of the images most similar to it by the cosine of their
             mean tokens; None: to all.
+        references: each image attends to itself and to its reference alone, instead of the other images.
         log_attention: the training step logs :func:`detr_bf.batchformer.inspection.statistics` where it logs the loss.
 
     Raises:
@@ -82,6 +88,7 @@ class BatchFormerV2(nn.Module):
         keep_streams: bool = False,
         group_size: int | None = None,
         neighbours: int | None = None,
+        references: bool = False,
         log_attention: bool = False,
     ) -> None:
         super().__init__()
@@ -93,7 +100,7 @@ class BatchFormerV2(nn.Module):
             if value not in choices:
                 raise InputError(f"{name} must be one of {', '.join(choices)}; got '{value}'")
         build = BATCH_MIXERS.find(mixer, "mixer")
-        _check_sequence(mode, gather, until_epoch, keep_streams, group_size, neighbours)
+        _check_sequence(mode, gather, until_epoch, keep_streams, group_size, neighbours, references)
         self.insertions = tuple(layers)
         self.position = position
         self.mode = mode
@@ -104,6 +111,7 @@ class BatchFormerV2(nn.Module):
         self.keep_streams = keep_streams
         self.group_size = group_size
         self.neighbours = neighbours
+        self.references = references
         self.log_attention = log_attention
         self._ended = False
         names = [] if mode == "duplicate" else ["shared"] if shared else list(map(str, layers))
@@ -115,7 +123,19 @@ class BatchFormerV2(nn.Module):
     @property
     def num_streams(self) -> int:
         """Number of streams after the last insertion, in the current mode."""
-        return 2 if self._trains and self.mode != "single_stream" else 1
+        return 2 if self._trains and not self.mode.startswith("single_stream") else 1
+
+    @property
+    def reads_references(self) -> bool:
+        """True if the forward pass, in the current mode and epoch, uses the references of the images."""
+        if not self.references or self.mode in ("duplicate", "self_only"):
+            return False
+        return not self._ended if self.training else self.mode in EVALUATED_MODES
+
+    @property
+    def mixes_evaluated_images(self) -> bool:
+        """True if the images of a batch attend to each other in evaluation."""
+        return self.mode in EVALUATED_MODES and not self.references
 
     @property
     def _trains(self) -> bool:
@@ -131,19 +151,21 @@ class BatchFormerV2(nn.Module):
 
     def forward(self, batch: TokenBatch, *, layer: int, position: str) -> TokenBatch:
         """Transform the input (``position`` before) or output (after) of encoder layer ``layer``."""
-        active = self._trains or (self.mode == "mini_batch_inference" and not self.training)
+        active = self._trains or (self.mode in EVALUATED_MODES and not self.training)
         if position != self.position or layer not in self.insertions or not active:
             return batch
-        exchange = self._exchange(batch)
-        images = sum(exchange.images) if exchange else len(batch.tokens) // batch.num_streams
-        limits = [self.group_size or images, (self.neighbours or images) + 1, images]
-        self._announce(1 if self.mode == "self_only" else min(limits))
-        if self.mode == "single_stream" or not self.training:
-            return batch.with_tokens(self._mix(batch.tokens, batch, layer, exchange))
-        if batch.num_streams == 1:
-            return batch.fork(self._mix(batch.tokens, batch, layer, exchange))
-        clean, second = batch.tokens.chunk(2)
-        return batch.with_tokens(torch.cat([clean, self._mix(second, batch, layer, exchange)]))
+        exchange, images = self._exchange(batch), batch.num_images
+        together = sum(exchange.images) if exchange else images
+        limits = [self.group_size or together, (self.neighbours or together) + 1, together]
+        self._announce(1 if self.mode == "self_only" else 2 if self.references else min(limits))
+        if batch.num_streams == 2:
+            clean, second = batch.tokens[:images], batch.tokens[images:]
+            batch = batch.with_tokens(torch.cat([clean, self._mix(second, batch, layer, exchange)]))
+        else:
+            mixed = self._mix(batch.tokens, batch, layer, exchange)
+            replaces = not self.training or self.mode.startswith("single_stream")
+            batch = batch.with_tokens(mixed) if replaces else batch.fork(mixed)
+        return batch.without_references() if batch.references and layer == self.insertions[-1] else batch
 
     def _exchange(self, batch: TokenBatch) -> Exchange | None:
         """Return the exchange between the ranks, or None."""
@@ -153,19 +175,23 @@ class BatchFormerV2(nn.Module):
             return None
         whole_image = ((1, batch.tokens.shape[1]),)
         shapes = batch.static.get("spatial_shapes", whole_image)
-        return Exchange.agree(len(batch.tokens) // batch.num_streams, shapes)
+        return Exchange.agree(batch.num_images, shapes)
 
     def _mix(self, tokens: Tensor, batch: TokenBatch, layer: int, exchange: Exchange | None) -> Tensor:
+        """Mix the tokens of the last stream, and those of the references behind it."""
         if self.mode == "duplicate" or (self.training and self._ended):
             return tokens
-        padding_mask = batch.per_sample["padding_mask"][: len(tokens)] if self.mask_padding else None
+        padding_mask = batch.per_sample["padding_mask"][-len(tokens) :] if self.mask_padding else None
         mixer = self.mixers["shared" if self.shared else str(layer)]
+        if batch.references:
+            missing = batch.per_sample.get("missing")
+            return _with_references(mixer, tokens, padding_mask, None if missing is None else missing[-len(tokens) :])
         if self.group_size is not None:
             return _in_groups(mixer, tokens, padding_mask, self.group_size)
         if self.neighbours is not None:
-            valid = ~batch.per_sample["padding_mask"][: len(tokens)] if "padding_mask" in batch.per_sample else None
+            valid = ~batch.per_sample["padding_mask"][-len(tokens) :] if "padding_mask" in batch.per_sample else None
             return _with_neighbours(mixer, tokens, padding_mask, most_similar(tokens, valid, self.neighbours))
-        if self.mode == "self_only":  # all tokens as positions of one image: every sequence has length 1
+        if self.mode == "self_only" or self.references:  # tokens as positions of one image: sequences of length 1
             padding_mask = None if padding_mask is None else padding_mask.reshape(1, -1)
             return mixer(tokens.reshape(1, -1, tokens.shape[-1]), padding_mask, None).view_as(tokens)
         return mixer(tokens, padding_mask, exchange)
@@ -185,7 +211,7 @@ class BatchFormerV2(nn.Module):
             sequence,
             f" over {distributed.world_size()} processes" if self.gather else "",
         )
-        if self.mode not in ("duplicate", "self_only"):
+        if self.mode not in ("duplicate", "self_only") and not self.references:
             warn_of_short("BatchFormerV2", sequence)
 
     def extra_repr(self) -> str:
@@ -199,6 +225,7 @@ def _check_sequence(
     keep_streams: bool,
     group_size: int | None,
     neighbours: int | None,
+    references: bool,
 ) -> None:
     """Check that settings of the sequence do not exclude each other; InputError if they do."""
     chosen = {"group_size": group_size, "neighbours": neighbours}
@@ -206,13 +233,14 @@ def _check_sequence(
     for name in given:
         if (chosen[name] or 0) < 1:
             raise InputError(f"{name} must be 1 or more, got {chosen[name]}")
-        if gather:
-            raise InputError(f"{name} chooses among the images of one process: set gather=false")
         if mode in ("duplicate", "self_only"):
             raise InputError(f"{name} has no effect with mode={mode}, in which no image attends to another")
+    given += ["references"] * references
+    if given and gather:
+        raise InputError(f"{given[0]} chooses among the images of one process: set gather=false")
     if len(given) > 1:
-        raise InputError("group_size and neighbours both choose the images to attend to: give one of them")
-    if keep_streams and (until_epoch is None or mode == "single_stream"):
+        raise InputError(f"{' and '.join(given)} both choose the images to attend to: give one of them")
+    if keep_streams and (until_epoch is None or mode.startswith("single_stream")):
         raise InputError("keep_streams=true keeps two streams after until_epoch: give until_epoch, and a mode with two")
 
 
@@ -246,6 +274,22 @@ def _with_neighbours(mixer: nn.Module, tokens: Tensor, padding_mask: Tensor | No
     sequences = tokens[images].flatten(1, 2)  # (K, B * S, C): position s of image b is one sequence
     mask = None if padding_mask is None else padding_mask[images].flatten(1, 2)
     return mixer(sequences, mask, None)[0].view_as(tokens)
+
+
+def _with_references(mixer: nn.Module, tokens: Tensor, padding_mask: Tensor | None, missing: Tensor | None) -> Tensor:
+    """Mix each image with its reference.
+
+    Args:
+        tokens: (2B, S, C), first all images, then their references.
+        padding_mask: (2B, S) bool.
+        missing: (2B,) bool, True for a reference that does not exist; it is not attended to and stays unchanged.
+    """
+    ignored = padding_mask
+    if missing is not None:
+        row = missing[:, None].expand(tokens.shape[:2])
+        ignored = row if padding_mask is None else row | padding_mask
+    mask = None if ignored is None else ignored.reshape(2, -1)
+    return mixer(tokens.reshape(2, -1, tokens.shape[-1]), mask, None).view_as(tokens)
 
 
 def warn_of_short(name: str, sequence: int) -> None:

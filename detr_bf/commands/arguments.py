@@ -17,7 +17,7 @@ from detr_bf.common.errors import InputError
 from detr_bf.common.files import CONFIG_FILE, is_file, is_folder, readable_file
 from detr_bf.common.text import printable
 from detr_bf.config import SCHEMAS, packaged_configs
-from detr_bf.config.detection import DataConfig
+from detr_bf.config.data import DataConfig
 from detr_bf.interop.hub import is_hub_address
 from detr_bf.interop.published import find_weights, published
 

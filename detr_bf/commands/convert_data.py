@@ -15,7 +15,8 @@ from detr_bf.assembly.data import data_source
 from detr_bf.common.errors import InputError
 from detr_bf.common.files import check_output_file, write_json
 from detr_bf.common.text import counted, printable, safe_message
-from detr_bf.config.detection import DataConfig, DetectionConfig, SplitConfig
+from detr_bf.config.data import DataConfig, SplitConfig
+from detr_bf.config.detection import DetectionConfig
 from detr_bf.data.checks.annotations import examine
 from detr_bf.data.coco import CocoAnnotations, Source, read_annotations
 from detr_bf.data.formats import read_folder, read_split

@@ -195,11 +195,13 @@ def resize_mask(padding_mask: Tensor, size: Sequence[int]) -> Tensor:
 
 @dataclass(frozen=True)
 class Batch:
-    """Images padded at the right and at the bottom to one size."""
+    """Images padded at the right and at the bottom to one size, and the reference image of each, if there are any."""
 
     images: Tensor  # (B, 3, H, W) uint8
     padding_mask: Tensor  # (B, H, W) bool, True = padding
     targets: tuple[Target, ...] = ()
+    references: Tensor | None = None  # (B, 3, H, W) uint8, each of the size of its image; None: no image has one
+    has_reference: Tensor | None = None  # (B,) bool; None: every image has one
 
     def __len__(self) -> int:
         return len(self.images)
@@ -219,23 +221,32 @@ class Batch:
         """File names of the images, for messages."""
         return tuple(target.file_name for target in self.targets)
 
+    @property
+    def references_or_images(self) -> Tensor:
+        """References (B, 3, H, W); an image without one is its own."""
+        if self.references is None or self.has_reference is None:
+            return self.images if self.references is None else self.references
+        return torch.where(self.has_reference[:, None, None, None], self.references, self.images)
+
     def not_finite(self) -> list[str]:
         """Return the names of the images whose boxes hold infinity or NaN."""
         return [target.file_name for target in self.targets if not target.boxes.isfinite().all()]
 
     @classmethod
-    def collate(cls, samples: Sequence[tuple[Tensor, Target]]) -> Batch:
-        """Pad ``(3, h, w)`` uint8 images to the largest height and width among them."""
+    def collate(cls, samples: Sequence[tuple[Tensor, Target] | tuple[Tensor, Target, Tensor | None]]) -> Batch:
+        """Pad ``(3, h, w)`` uint8 images, with or without references, to the largest height and width among them."""
         if not samples:
             raise InputError("a batch needs at least one image, got none")
-        images, targets = zip(*samples, strict=True)
-        height = max(image.shape[-2] for image in images)
-        width = max(image.shape[-1] for image in images)
-        padded = torch.zeros(len(images), 3, height, width, dtype=torch.uint8)
-        for row, image in zip(padded, images, strict=True):
-            row[:, : image.shape[-2], : image.shape[-1]] = image
+        images, targets = [sample[0] for sample in samples], tuple(sample[1] for sample in samples)
+        references = [sample[2] if len(sample) == 3 else None for sample in samples]
         sizes = [(image.shape[-2], image.shape[-1]) for image in images]
-        return cls(padded, padding_mask(sizes, (height, width)), tuple(targets))
+        height, width = (max(sides) for sides in zip(*sizes, strict=True))
+        batch = cls(_padded(images, height, width), padding_mask(sizes, (height, width)), targets)
+        present = [reference is not None for reference in references]
+        if not any(present):
+            return batch
+        stacked = _padded([torch.zeros(3, 0, 0) if each is None else each for each in references], height, width)
+        return replace(batch, references=stacked, has_reference=None if all(present) else torch.tensor(present))
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
         return self._copied(lambda tensor: tensor.to(device, non_blocking=non_blocking))
@@ -246,7 +257,8 @@ class Batch:
 
     def _copied(self, copy: Callable[[Tensor], Tensor]) -> Batch:
         targets = tuple(target.copied(copy) for target in self.targets)
-        return Batch(copy(self.images), copy(self.padding_mask), targets)
+        references, present = (None if each is None else copy(each) for each in (self.references, self.has_reference))
+        return Batch(copy(self.images), copy(self.padding_mask), targets, references, present)
 
     def to_dict(self) -> dict[str, Any]:
         """Return tensors and plain values, for a capture of the step."""
@@ -266,7 +278,17 @@ class Batch:
             and is_dense(self.padding_mask, (rows, height, width), torch.bool)
             and len(self.targets) == rows
             and all(target.fits((height, width), num_classes) for target in self.targets)
+            and (self.references is None or is_dense(self.references, (rows, 3, height, width), torch.uint8))
+            and (self.has_reference is None or is_dense(self.has_reference, (rows,), torch.bool))
         )
+
+
+def _padded(images: Sequence[Tensor], height: int, width: int) -> Tensor:
+    """Return images (3, h, w) as (B, 3, H, W) uint8, each in the upper left corner."""
+    padded = torch.zeros(len(images), 3, height, width, dtype=torch.uint8)
+    for row, image in zip(padded, images, strict=True):
+        row[:, : image.shape[-2], : image.shape[-1]] = image
+    return padded
 
 
 @dataclass(frozen=True)
@@ -283,27 +305,50 @@ class TokenBatch:
 
     ``tokens`` is (R, S, C) with R = num_streams x B, clean stream first. ``per_sample`` holds tensors with one entry
     per row (``padding_mask`` (R, S), ``position`` (R, S, C), ...), ``static`` values shared by all
-    rows (``spatial_shapes``).
+    rows (``spatial_shapes``). Within an encoder with batch attention to references, the last ``references`` of the rows
+    are those of the reference images, which have one stream; ``per_sample`` then holds ``missing`` (R,) bool, True for
+    the row of a reference that does not exist.
     """
 
     tokens: Tensor
     per_sample: Mapping[str, Tensor] = field(default_factory=dict)
     static: Mapping[str, Any] = field(default_factory=dict)
     num_streams: int = 1
+    references: int = 0  # rows of reference images, B or 0
+
+    @property
+    def num_images(self) -> int:
+        """Number of images B, without references."""
+        return (len(self.tokens) - self.references) // self.num_streams
 
     def with_tokens(self, tokens: Tensor) -> TokenBatch:
         """Replace the tokens; the rows stay the same."""
         return replace(self, tokens=tokens)
 
     def fork(self, second_stream: Tensor) -> TokenBatch:
-        """Append a second stream (B, S, C); every per-sample tensor is repeated."""
+        """Append a second stream (B, S, C), with references (2B, S, C); per-sample tensors of images are repeated."""
         assert self.num_streams == 1, "a batch forks once"
+        images = self.num_images
         return replace(
             self,
-            tokens=torch.cat([self.tokens, second_stream]),
-            per_sample={name: torch.cat([value, value]) for name, value in self.per_sample.items()},
+            tokens=torch.cat([self.tokens[:images], second_stream]),
+            per_sample={name: torch.cat([value[:images], value]) for name, value in self.per_sample.items()},
             num_streams=2,
         )
+
+    def with_references(self, has_reference: Tensor | None) -> TokenBatch:
+        """Declare the second half of the rows to be references; ``has_reference`` (B,) bool, None: all exist."""
+        images = len(self.tokens) // 2
+        if has_reference is None:
+            return replace(self, references=images)
+        missing = torch.cat([torch.zeros_like(has_reference), ~has_reference])
+        return replace(self, references=images, per_sample={**self.per_sample, "missing": missing})
+
+    def without_references(self) -> TokenBatch:
+        """Return the rows of the images."""
+        rows = len(self.tokens) - self.references
+        per_sample = {name: value[:rows] for name, value in self.per_sample.items() if name != "missing"}
+        return replace(self, tokens=self.tokens[:rows], per_sample=per_sample, references=0)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,6 @@ from detr_bf.config.common import (
     STEPS,
     WIDTH,
     ContextBroadcastingConfig,
-    LoadingConfig,
     LocalizationConfig,
     OptimizerConfig,
     RunConfig,
@@ -29,14 +28,12 @@ from detr_bf.config.common import (
     fraction,
     indices,
     not_negative,
-    numbers,
     path,
     positive,
     python_files,
-    seed,
-    sides,
     sizes,
 )
+from detr_bf.config.data import SPLIT_FILES, DataConfig
 
 WITH_EXTRA_LEVELS = ("deformable_detr", "dab_deformable_detr", "dino")  # detectors that read model.extra_levels
 
@@ -51,6 +48,7 @@ class BackboneConfig:
     dilation: bool = False  # last ResNet stage dilated, with stride 16 (DC5); requires strides: [16]
     frozen_stages: int = not_negative(2, LAYERS)  # stages without gradients; 0: none, 2: stem and first stage
     frozen_norm: bool = True  # batch norm with fixed statistics and affine parameters
+    reference: str = choice("none", "stack", "difference")  # with data.reference; stack: as three more channels
 
 
 @dataclass
@@ -188,7 +186,7 @@ class BatchFormerConfig:
     position: str = choice("before", "after")  # of the encoder layer; the authors' code inserts after it
     shared: bool = True  # one module for all insertions; false: one module each
     mode: str = choice(
-        "two_stream", "single_stream", "duplicate", "self_only", "mini_batch_inference"
+        *("two_stream", "single_stream", "duplicate", "self_only", "mini_batch_inference", "single_stream_inference")
     )  # see docs/batch_attention.md
     mixer: str = "attention"  # what works along the batch: a name in detr_bf.batchformer.BATCH_MIXERS
     num_layers: int = positive(1, LAYERS)  # stacked layers per insertion
@@ -200,9 +198,20 @@ class BatchFormerConfig:
     keep_streams: bool = False  # after until_epoch train with two equal streams instead of one
     group_size: int | None = positive(None)  # images that attend to each other, regrouped at every step; null: all
     neighbours: int | None = positive(None)  # images that an image attends to, the most similar ones; null: all
+    references: bool = False  # each image attends to itself and its reference (data.reference) alone
     log_attention: bool = False  # log how much images attend to each other, every train.log_every steps
     lr_factor: float = not_negative(1.0)  # learning rate as a multiple of optimizer.lr
     weight_decay: float | None = not_negative(None)  # null: optimizer.weight_decay
+
+    @property
+    def in_evaluation(self) -> bool:
+        """True if evaluation uses batch attention."""
+        return self.enabled and self.mode in ("mini_batch_inference", "single_stream_inference")
+
+    @property
+    def mixes_evaluated_images(self) -> bool:
+        """True if the images of a batch attend to each other in evaluation."""
+        return self.in_evaluation and not self.references
 
 
 @dataclass
@@ -270,150 +279,6 @@ class LossConfig:
     varifocal_background: float = not_negative(0.75)  # weight of background in classification=varifocal
     mal_gamma: float = not_negative(1.5, 100)  # exponent of IoU and probability; only classification=mal
     matcher: MatcherConfig = field(default_factory=MatcherConfig)
-
-
-_SPLIT_FILES = ("images", "annotations", "panoptic")
-
-
-@dataclass
-class SplitConfig:
-    """Files of the training or validation data: a split of data.root, or COCO files."""
-
-    split: str | None = None  # name of a split of data.root; ".", or null for the training data: all images
-    images: str = path("")  # folder of the images
-    annotations: str = path("")  # COCO JSON file
-    panoptic: str = path("")  # folder of panoptic PNG files; annotations is then a COCO panoptic JSON file
-
-    @property
-    def given(self) -> bool:
-        """True if a setting is not empty."""
-        return bool(self.split or self.images or self.annotations or self.panoptic)
-
-
-@dataclass
-class TransformConfig:
-    """Resizing and augmentation; all sizes in pixels."""
-
-    short_sides: list[int] = sizes(480, 512, 544, 576, 608, 640, 672, 704, 736, 768, 800)  # one is drawn per image
-    max_size: int = positive(1333, WIDTH)  # maximum of the longer side; not read with square
-    eval_short_side: int = positive(800, WIDTH)  # shorter side in evaluation; not read with square
-    square: int | None = positive(None, WIDTH)  # resize to squares of this side instead, in evaluation too; null: off
-    size_divisor: int | None = positive(
-        None, WIDTH
-    )  # round resized sides to multiples of it; null: the coarsest stride of the model; 1: no, as in the COCO recipes
-    horizontal_flip: float = fraction(0.5)  # probability of a flip
-    random_crop: float = fraction(0.5)  # probability of resize, crop, resize instead of a single resize
-    crop_short_sides: list[int] = sizes(400, 500, 600)  # shorter side before the crop, one is drawn per image
-    crop_min: int = positive(384, WIDTH)  # minimum side of the crop
-    crop_max: int = positive(600, WIDTH)  # maximum side of the crop
-    extra: list[str] = field(
-        default_factory=list
-    )  # additional training transforms, names in detr_bf.data.transforms.TRANSFORMS
-
-    def check_values(self, prefix: str) -> None:
-        if self.crop_min > self.crop_max:
-            raise InputError(f"{prefix}crop_min={self.crop_min} must not exceed {prefix}crop_max={self.crop_max}")
-
-
-@dataclass
-class MixupConfig:
-    """Mixup of detection batches: blend each image with another of its batch, with the objects of both."""
-
-    prob: float = fraction(0.0)  # probability that the images of a batch are blended; 0: never
-    spread: float = positive(0.05, 0.5)  # the share of the first image is uniform in 0.5 +- this
-
-
-@dataclass
-class AugmentConfig:
-    """Augmentation of images before ``transforms``: probabilities, 0 is off, and their options. Mixup: data.mixup."""
-
-    copy_paste: float = fraction(0.0)  # paste objects of another image; needs data with masks
-    mosaic: float = fraction(0.0)  # four images in one, with neither zoom_out nor iou_crop
-    mosaic_offsets: list[float] = numbers(0.4, 0.6)  # range of the shares of height and width where the four meet
-    mosaic_scale: list[float] = numbers(0.5, 1.5)  # range of the scale of a mosaic
-    scale_jitter: float = fraction(0.0)  # another scale on a canvas of the same size
-    scale_jitter_range: list[float] = numbers(0.1, 2.0)  # range of that scale
-    photometric_distort: float = fraction(0.0)  # of each change of colour: brightness, contrast, saturation, hue, order
-    zoom_out: float = fraction(0.0)  # the image on a larger black canvas
-    zoom_out_max: float = positive(4.0, 10)  # largest side of the canvas as a multiple of the image's
-    iou_crop: float = fraction(0.0)  # crop around objects
-    iou_crop_scale: list[float] = numbers(0.3, 1.0)  # range of its sides as shares of the image's
-    min_visible: float = fraction(0.0)  # least share of an object that must be left of it, else it is dropped
-    until_epoch: int | None = positive(None)  # copy_paste, mosaic and mixup for this many epochs; null: to the end
-
-    def check_values(self, prefix: str) -> None:
-        limits = {"mosaic_offsets": 0.99, "mosaic_scale": 10, "scale_jitter_range": 10, "iou_crop_scale": 1}
-        for name, most in limits.items():
-            values = getattr(self, name)
-            if len(values) != 2 or not 0 < values[0] <= values[1] <= most:
-                raise InputError(
-                    f"{prefix}{name}={list(values)}: expected two numbers, the smaller first, greater than 0 and at "
-                    f"most {most}"
-                )
-        if self.zoom_out_max < 1:
-            raise InputError(f"{prefix}zoom_out_max={self.zoom_out_max} must be 1 or more: the image is never cut")
-
-    @property
-    def given(self) -> bool:
-        """True if an augmentation is on."""
-        several = self.copy_paste or self.mosaic
-        return bool(several or self.scale_jitter or self.photometric_distort or self.zoom_out or self.iou_crop)
-
-
-@dataclass
-class DataConfig(LoadingConfig):
-    """Data sets of a detector: the folder ``root``, or COCO files for each split."""
-
-    root: str = path("")  # folder of a data set in one of the forms of docs/data.md; empty: COCO files, see data.train
-    format: str = choice("auto", "coco", "csv", "voc", "yolo")  # of root; coco: COCO JSON files, Roboflow's too
-    train: SplitConfig = field(default_factory=SplitConfig)
-    val: SplitConfig = field(default_factory=SplitConfig)
-    val_fraction: float = below_one(0.0)  # share of the training images used for validation instead; 0: see data.val
-    folds: int = not_negative(0, 1000)  # parts of the training images for cross-validation; 0: see data.val
-    fold: int = not_negative(0, 1000)  # part used for validation, from 0 to data.folds - 1
-    split_seed: int = seed(0)  # of val_fraction and folds; independent of seed
-    transforms: TransformConfig = field(default_factory=TransformConfig)
-    augment: AugmentConfig = field(default_factory=AugmentConfig)
-    mixup: MixupConfig = field(default_factory=MixupConfig)
-    batch_sides: list[int] = sides()  # one for each batch, instead of short_sides or square; empty: off
-    plain_first_epochs: int = not_negative(0)  # epochs at the start without data.augment and data.mixup
-    plain_last_epochs: int = not_negative(0)  # epochs at the end without data.augment, data.mixup and data.batch_sides
-    aspect_buckets: int = positive(1, 10_000)  # groups of images by width / height, to draw batches with less padding
-    sampler: str = choice("random", "similar")  # of training batches; similar: images with similar numbers of objects
-
-    def check_values(self, prefix: str) -> None:
-        for name, paths in (("train", self.train), ("val", self.val)):
-            if self.root and (paths.images or paths.annotations or paths.panoptic):
-                raise InputError(
-                    f"{prefix}root is given, so the images and annotations of {prefix}{name} are its own: give "
-                    f"{prefix}{name}.split instead of a path, or {prefix}root=''"
-                )
-            if paths.split and not self.root:
-                raise InputError(f"{prefix}{name}.split={paths.split} is a split of {prefix}root, which is not given")
-        if self.folds == 1 or self.fold >= max(1, self.folds):
-            raise InputError(
-                f"{prefix}folds={self.folds} and {prefix}fold={self.fold}: expected at least 2 folds and a fold from "
-                f"0 to {prefix}folds - 1; folds=0 and fold=0 switch them off"
-            )
-        if self.folds and self.val_fraction:
-            raise InputError(f"{prefix}folds and {prefix}val_fraction both choose the validation images: give only one")
-        if (self.folds or self.val_fraction) and self.val.given:
-            setting = f"{prefix}folds" if self.folds else f"{prefix}val_fraction"
-            raise InputError(
-                f"{setting} takes the validation images from the training images: give no {prefix}val "
-                f"({prefix}val.split=null where a config sets it)"
-            )
-        if self.sampler == "similar" and self.aspect_buckets > 1:
-            raise InputError(
-                f"{prefix}sampler=similar and {prefix}aspect_buckets both choose the batches: give only one"
-            )
-        if (self.folds or self.val_fraction) and self.train.panoptic:
-            raise InputError(f"{prefix}folds and {prefix}val_fraction do not divide panoptic files: give {prefix}val")
-
-    @property
-    def has_val(self) -> bool:
-        """True if validation images are given."""
-        return bool(self.folds or self.val_fraction) or self.val.given
 
 
 @dataclass
@@ -487,12 +352,12 @@ class DetectionConfig(RunConfig):
         splits = [
             (name, data[name]) for data in given for name in ("train", "val") if isinstance(data.get(name), Mapping)
         ]
-        files = {name for name, paths in splits if any(paths.get(key) for key in _SPLIT_FILES)}
+        files = {name for name, paths in splits if any(paths.get(key) for key in SPLIT_FILES)}
         if any(data.get("root") for data in given) == bool(files):
             return {}
         if files:
             return {"data": {"root": "", "train": {"split": None}, "val": {"split": None}}}
-        return {"data": {name: dict.fromkeys(_SPLIT_FILES, "") for name in ("train", "val")}}
+        return {"data": {name: dict.fromkeys(SPLIT_FILES, "") for name in ("train", "val")}}
 
     def check_values(self, prefix: str) -> None:
         super().check_values(prefix)
@@ -513,6 +378,7 @@ class DetectionConfig(RunConfig):
             )
         self._check_epochs(prefix)
         self._check_squares(prefix)
+        self._check_references(prefix)
         if self.train.auto_batch and self.batch_former.gather:
             raise InputError(
                 f"{prefix}train.auto_batch=true tries batches on each GPU by itself, and {prefix}batch_former.gather "
@@ -522,6 +388,28 @@ class DetectionConfig(RunConfig):
             raise InputError(
                 "freeze.detector=true trains only the mask head, and relative localization is a loss of the encoder: "
                 "set plugins.relative_localization.enabled=false"
+            )
+
+    @property
+    def references_in_evaluation(self) -> bool:
+        """True if evaluation reads the references of the images."""
+        former = self.batch_former
+        return self.model.backbone.reference != "none" or (former.in_evaluation and former.references)
+
+    def _check_references(self, prefix: str) -> None:
+        """Refuse references that nothing reads, and readers without references."""
+        former, backbone = self.batch_former, self.model.backbone
+        readers = [f"{prefix}batch_former.references=true"] * (former.enabled and former.references)
+        readers += [f"{prefix}model.backbone.reference={backbone.reference}"] * (backbone.reference != "none")
+        if len(readers) > 1:
+            raise InputError(f"{' and '.join(readers)} both read the reference of an image: give one of them")
+        if self.data.reference == "none" and readers:
+            raise InputError(f"{readers[0]} reads a reference of each image: set {prefix}data.reference=own")
+        if self.data.reference != "none" and not readers:
+            raise InputError(
+                f"nothing reads the references of {prefix}data.reference={self.data.reference}: set "
+                f"{prefix}batch_former.enabled=true with {prefix}batch_former.references=true, or "
+                f"{prefix}model.backbone.reference=stack"
             )
 
     @property

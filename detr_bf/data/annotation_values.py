@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from detr_bf.common.errors import InputError
 from detr_bf.common.files import is_number
-from detr_bf.data.columns import INT, JSON, Entries
+from detr_bf.data.columns import INT, JSON, AnnotatedSizes, Entries
 
 MAX_ID = 256**3 - 1  # of a segment: three bytes in a PNG
 BOX_ROUNDING = 1.0  # pixels by which a box may exceed its image: neither told nor, in evaluation, clipped
@@ -237,3 +238,39 @@ def unit_problem(
             f"corners x1, y1, x2, y2, such as {value_text(found[example][0])}: write x1, y1, x2 - x1, y2 - y1"
         )
     return None
+
+
+def annotated_size(image: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Return (height, width) of an entry of ``images``, or None if missing.
+
+    Raises:
+        InputError: they are not numbers.
+    """
+    height, width = image.get("height"), image.get("width")
+    if height is None or width is None:
+        return None
+    if not (is_number(height, 0, LARGEST) and is_number(width, 0, LARGEST)):
+        raise InputError(
+            f"image {image['id']} has height {value_text(height)} and width {value_text(width)}, expected numbers of "
+            "pixels"
+        )
+    return int(height), int(width)
+
+
+def annotated_sizes(images: Sequence[Mapping[str, Any]]) -> Sequence[tuple[int, int] | None]:
+    """Return :func:`annotated_size` of all images.
+
+    Raises:
+        InputError: a size is not a number.
+    """
+    if isinstance(images, Entries):
+        sides = [images.numbers(key) for key in ("height", "width")]
+        known = ~(images.is_none("height") | images.is_none("width"))
+        valid = images.is_number("height") & images.is_number("width")
+        for side in sides:
+            valid &= (side >= 0) & (side <= LARGEST)
+        if not (known & ~valid).any():
+            sizes = np.stack([side.astype(np.int32) for side in sides], axis=1)
+            sizes[~known] = -1
+            return AnnotatedSizes(sizes)
+    return [annotated_size(image) for image in images]

@@ -6,12 +6,12 @@ import hashlib
 import json
 import logging
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -25,8 +25,8 @@ from detr_bf.common.files import MAX_JSON_BYTES, file_size, is_folder, is_number
 from detr_bf.common.structures import ClassMap, Target
 from detr_bf.common.text import printable
 from detr_bf.data.annotation_values import (
-    LARGEST,
     MAX_INT,
+    annotated_sizes,
     annotation_values,
     crowd_mask,
     is_crowd,
@@ -43,14 +43,16 @@ from detr_bf.data.annotation_values import (
 from detr_bf.data.augment import Augmentation
 from detr_bf.data.batches import SampleKey, read_or_replace
 from detr_bf.data.column_cache import read_columns
-from detr_bf.data.columns import AnnotatedSizes, Entries, distinct, integers, values_of
+from detr_bf.data.columns import Entries, distinct, integers, values_of
 from detr_bf.data.images import MAX_PIXELS, boxes_as_stored, check_folder, read_image
 from detr_bf.data.masks import MapFile, Segmentations, SegmentMasks, flat_annotations, parts_of
+from detr_bf.data.references import References
 from detr_bf.data.transforms import Sample, SampleTransform, has_area, has_pixels
 
 logger = logging.getLogger(__name__)
 
 LARGE_FILE = 2**24  # bytes of a file that is read into columns
+LoadedSample: TypeAlias = tuple[Tensor, Target] | tuple[Tensor, Target, Tensor | None]  # see CocoDetection
 _BLOCK = 2**20  # objects whose boxes are converted together
 _PARTS = ("images", "annotations", "categories")
 REQUIRED_KEYS = {"images": ("id", "file_name"), "annotations": ("image_id", "category_id"), "categories": ("id",)}
@@ -167,42 +169,6 @@ def check_maps(content: CocoAnnotations, folder: Path | None, masks: bool) -> No
         raise InputError(f"panoptic folder {printable(folder)} does not exist or is not a folder")
 
 
-def annotated_size(image: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Return (height, width) of an entry of ``images``, or None if missing.
-
-    Raises:
-        InputError: they are not numbers.
-    """
-    height, width = image.get("height"), image.get("width")
-    if height is None or width is None:
-        return None
-    if not (is_number(height, 0, LARGEST) and is_number(width, 0, LARGEST)):
-        raise InputError(
-            f"image {image['id']} has height {value_text(height)} and width {value_text(width)}, expected numbers of "
-            "pixels"
-        )
-    return int(height), int(width)
-
-
-def annotated_sizes(images: Sequence[Mapping[str, Any]]) -> Sequence[tuple[int, int] | None]:
-    """Return :func:`annotated_size` of all images.
-
-    Raises:
-        InputError: a size is not a number.
-    """
-    if isinstance(images, Entries):
-        sides = [images.numbers(key) for key in ("height", "width")]
-        known = ~(images.is_none("height") | images.is_none("width"))
-        valid = images.is_number("height") & images.is_number("width")
-        for side in sides:
-            valid &= (side >= 0) & (side <= LARGEST)
-        if not (known & ~valid).any():
-            sizes = np.stack([side.astype(np.int32) for side in sides], axis=1)
-            sizes[~known] = -1
-            return AnnotatedSizes(sizes)
-    return [annotated_size(image) for image in images]
-
-
 class _MaskSource(Protocol):
     """Source of the objects' masks: :class:`Segmentations` or :class:`SegmentMasks`."""
 
@@ -215,8 +181,23 @@ class _MaskSource(Protocol):
         """
 
 
-class CocoDetection(Dataset[tuple[Tensor, Target]]):
+class _Pair(NamedTuple):
+    """An image and its reference, with the same objects, on which some transforms depend."""
+
+    image: Sample
+    reference: Sample | None
+
+    @property
+    def reference_or_image(self) -> Sample:
+        return self.reference or self.image
+
+
+class CocoDetection(Dataset[LoadedSample]):
     """Data set of images and the objects of a COCO file; a sample is a (3, h, w) uint8 image and its :class:`Target`.
+
+    With ``references`` it is image, target and reference (3, h, w) uint8, or None for an image without one. The
+    reference goes through augmentation and transforms with the same random numbers as the image, and in a mosaic its
+    parts are the references of the parts; there, an image without one stands for it.
 
     Crowd regions (``iscrowd`` 1) are left out, boxes are clipped to the image, boxes without area are dropped, and
     images without objects are kept. ``class_map`` defaults to the file's categories; validation data gets the map of
@@ -255,6 +236,7 @@ class CocoDetection(Dataset[tuple[Tensor, Target]]):
         grey_bits: int | None = None,
         augment: Augmentation | None = None,
         sized: Mapping[int, SampleTransform] | None = None,
+        references: References | None = None,
     ) -> None:
         check_folder(images)
         content = read_annotations(annotations)
@@ -265,6 +247,7 @@ class CocoDetection(Dataset[tuple[Tensor, Target]]):
         self.transform = transform
         self.augment = augment
         self.sized = sized or {}
+        self.references = references
         self.masks = masks
         self.class_map = class_map if class_map is not None else content.class_map
         if class_map is None and content.parents:
@@ -293,31 +276,40 @@ class CocoDetection(Dataset[tuple[Tensor, Target]]):
     def __len__(self) -> int:
         return len(self.image_ids)
 
-    def __getitem__(self, key: SampleKey) -> tuple[Tensor, Target]:
+    def __getitem__(self, key: SampleKey) -> LoadedSample:
         augment = self.augment and self.augment.at(key.epoch)
         masked = self.masks or (augment is not None and augment.copy_paste > 0)
+        transform = self.transform if key.side is None else self.sized[key.side]
 
-        def read(key: SampleKey) -> tuple[int, Sample, str]:
-            found = partial(self._read, masked=masked)
+        def read(key: SampleKey) -> tuple[int, _Pair, str]:
+            found = partial(self._read, masked=masked, seed=key.sample_seed(self.seed))
             return read_or_replace(found, key, len(self), seed=self.seed, replace=self.replace_unreadable)
 
-        index, sample, replaced = read(key)
-        original_size, indices = (sample.image.shape[-2], sample.image.shape[-1]), [index]
+        index, pair, replaced = read(key)
+        original_size, indices, drawn = (pair.image.image.shape[-2], pair.image.image.shape[-1]), [index], list[_Pair]()
 
         def draw() -> Sample:
             other, found, _ = read(replace(key, index=int(torch.randint(len(self), ()))))
             indices.append(other)
-            return found
+            drawn.append(found)
+            return found.image
 
-        with torch.random.fork_rng(devices=[]):
+        def draw_again() -> Sample:
+            torch.randint(len(self), ())
+            return drawn.pop(0).reference_or_image
+
+        def transformed(sample: Sample, draw: Callable[[], Sample]) -> Sample:
             # not torch.manual_seed, which also seeds the generators of the accelerators
             torch.default_generator.manual_seed(key.sample_seed(self.seed))
             if augment is not None:
                 sample = augment(sample, draw, self.class_map.is_thing)
-            if not self.masks:
-                sample = sample._replace(masks=None)
-            transform = self.transform if key.side is None else self.sized[key.side]
-            image, boxes, labels, masks = transform(sample)
+            return transform(sample if self.masks else sample._replace(masks=None))
+
+        with torch.random.fork_rng(devices=[]):
+            image, boxes, labels, masks = transformed(pair.image, draw)
+            reference = None
+            if pair.reference is not None:
+                reference = transformed(pair.reference, draw_again).image.as_subclass(Tensor)
         height, width = image.shape[-2:]
         fractions = box_convert(boxes.as_subclass(Tensor), "xyxy", "cxcywh") / torch.tensor([width, height] * 2)
         target = Target(
@@ -330,7 +322,8 @@ class CocoDetection(Dataset[tuple[Tensor, Target]]):
             masks=None if masks is None else masks.as_subclass(Tensor).bool(),
             replaced=replaced,
         )
-        return image.as_subclass(Tensor), target
+        pixels = image.as_subclass(Tensor)
+        return (pixels, target) if self.references is None else (pixels, target, reference)
 
     @property
     def class_counts_of_images(self) -> Tensor:
@@ -363,10 +356,16 @@ class CocoDetection(Dataset[tuple[Tensor, Target]]):
         files = hashlib.sha256(json.dumps([name for name, _ in names]).encode())
         return {"sha256": digest.hexdigest(), "files": files.hexdigest(), **counts}
 
-    def _read(self, index: int, masked: bool) -> Sample:
+    def _read(self, index: int, masked: bool, seed: int) -> _Pair:
         path, size = self.folder / self.file_names[index], self.sizes[index]
         pixels = read_image(path, size, self.max_pixels, grey_bits=self.grey_bits, as_stored=self.as_stored)
-        return Sample(Image(pixels), *self._objects(index, (pixels.shape[-2], pixels.shape[-1]), masked))
+        sample = Sample(Image(pixels), *self._objects(index, (pixels.shape[-2], pixels.shape[-1]), masked))
+        file = None if self.references is None else self.references.file_of(index, seed)
+        if self.references is None or file is None:
+            return _Pair(sample, None)
+        reference = read_image(file, None, self.max_pixels, grey_bits=self.grey_bits, as_stored=self.as_stored)
+        fitted = self.references.fitted(reference, pixels, seed, printable(file.name))
+        return _Pair(sample, sample._replace(image=Image(fitted)))
 
     def _objects(
         self, index: int, size: tuple[int, int], masked: bool = True

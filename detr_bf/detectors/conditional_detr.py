@@ -14,14 +14,8 @@ from torch import Tensor, nn
 from detr_bf.common.errors import InputError
 from detr_bf.common.structures import Queries, TokenBatch
 from detr_bf.detectors.declaration import declare
-from detr_bf.detectors.detector import (
-    Detector,
-    Options,
-    decoder_layer,
-    shared_heads,
-    single_level_detector,
-    zero_init_box_head,
-)
+from detr_bf.detectors.detector import Detector, Options
+from detr_bf.detectors.parts import decoder_layer, shared_heads, single_level_detector, zero_init_box_head
 from detr_bf.transformer import Decoder, DecoderLayer, LearnedQueries
 from detr_bf.transformer.attention import check_heads, multi_head_attention
 from detr_bf.transformer.blocks import MLP, xavier

@@ -17,7 +17,8 @@ from detr_bf.common.settings import setting
 from detr_bf.common.structures import Queries, QueryGroup, Target, TokenBatch
 from detr_bf.detectors.conditional_detr import conditional_layers, content_scale
 from detr_bf.detectors.declaration import declare
-from detr_bf.detectors.detector import Detector, Options, shared_heads, single_level_detector, zero_init_box_head
+from detr_bf.detectors.detector import Detector, Options
+from detr_bf.detectors.parts import shared_heads, single_level_detector, zero_init_box_head
 from detr_bf.transformer import Decoder, in_groups
 from detr_bf.transformer.blocks import MLP, xavier
 from detr_bf.transformer.position import sine_of_coordinates

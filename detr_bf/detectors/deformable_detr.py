@@ -15,9 +15,9 @@ from detr_bf.common.errors import InputError
 from detr_bf.common.settings import setting
 from detr_bf.common.structures import Queries, TokenBatch
 from detr_bf.detectors.declaration import declare
-from detr_bf.detectors.detector import (
-    Detector,
-    Options,
+from detr_bf.detectors.detector import Detector, Options
+from detr_bf.detectors.groups import GROUP
+from detr_bf.detectors.parts import (
     class_head,
     decoder_layer,
     encoder,
@@ -27,7 +27,6 @@ from detr_bf.detectors.detector import (
     query_attention,
     zero_init_box_head,
 )
-from detr_bf.detectors.groups import GROUP
 from detr_bf.detectors.two_stage import ProposalQueries
 from detr_bf.transformer import Decoder, DecoderLayer, Encoder, FeatureTokens, Heads, LearnedQueries
 from detr_bf.transformer.attention import DeformableAttention

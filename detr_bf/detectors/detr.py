@@ -7,14 +7,8 @@ from collections.abc import Sequence
 from torch import nn
 
 from detr_bf.detectors.declaration import declare
-from detr_bf.detectors.detector import (
-    Detector,
-    Options,
-    decoder_layer,
-    query_attention,
-    shared_heads,
-    single_level_detector,
-)
+from detr_bf.detectors.detector import Detector, Options
+from detr_bf.detectors.parts import decoder_layer, query_attention, shared_heads, single_level_detector
 from detr_bf.transformer import Decoder, LearnedQueries, MemoryAttention
 
 

@@ -27,7 +27,8 @@ from detr_bf.detectors.denoising import (
     contrastive_slots,
     group_count,
 )
-from detr_bf.detectors.detector import Detector, Options, class_head, zero_init_box_head
+from detr_bf.detectors.detector import Detector, Options
+from detr_bf.detectors.parts import class_head, zero_init_box_head
 from detr_bf.detectors.two_stage import TokenProposals
 from detr_bf.transformer import Decoder, Heads, append_queries
 from detr_bf.transformer.blocks import full_precision

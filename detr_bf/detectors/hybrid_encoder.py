@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from detr_bf.batchformer import BatchFormerV2
 from detr_bf.common.errors import InputError
 from detr_bf.common.structures import TokenBatch
 from detr_bf.detectors.smca_multi_scale import as_maps, as_tokens
@@ -42,8 +44,9 @@ class HybridEncoder(nn.Module):
     """Encoder layers over the coarsest level, then fusion of all levels, then projections to the decoder's width.
 
     Batch attention before or after encoder layer i forks the coarsest level; index ``len(encoder.layers)`` means the
-    fused tokens of all levels, before the decoder. The streams pass through the convolutions one after another: each is
-    normalised with statistics of its own, and only the clean stream updates the running statistics.
+    fused tokens of all levels, before the decoder. The streams pass through the convolutions one after another, and
+    after them the references, if an insertion after the fusion reads them: each is normalised with statistics of its
+    own, and only the clean stream updates the running statistics.
 
     Args:
         fusion: maps (B, C, h, w), from fine to coarse -> maps of the same sizes.
@@ -72,20 +75,27 @@ class HybridEncoder(nn.Module):
         """Tokens (B, S, C) of all levels -> memory (R, S, C')."""
         *finer, _ = as_maps(batch.tokens, batch.static["spatial_shapes"])
         coarsest: TokenBatch = self.encoder(self._coarsest(batch))
-        streams: list[Tensor] = []
-        parts = coarsest.tokens.chunk(coarsest.num_streams) if coarsest.num_streams > 1 else (coarsest.tokens,)
-        for tokens in parts:
+        images, streams = coarsest.num_images, list[Tensor]()
+        parts = coarsest.tokens.split(images) if len(coarsest.tokens) > images else (coarsest.tokens,)
+        for number, tokens in enumerate(parts):
+            is_reference = number == coarsest.num_streams
             with without_updating_statistics(self) if streams else nullcontext():
                 (encoded,) = as_maps(tokens, coarsest.static["spatial_shapes"])
-                fused = self.fusion([*finer, encoded])
+                fused = self.fusion([*(x[images:] if is_reference else x[:images] for x in finer), encoded])
                 streams.append(as_tokens([layer(x) for layer, x in zip(self.projections, fused, strict=True)]))
-        memory = batch.with_tokens(streams[0])
-        if len(streams) > 1:
-            memory = memory.fork(streams[1])
+        kept = batch if coarsest.references else batch.without_references()
+        memory = kept.with_tokens(torch.cat(streams[:1] + streams[coarsest.num_streams :]))
+        if coarsest.num_streams > 1:
+            memory = memory.fork(torch.cat(streams[1:]))
         former = self.encoder.batch_former
         if former is None:
             return memory
         return former(memory, layer=len(self.encoder.layers), position=former.position)
+
+    @property
+    def batch_former(self) -> BatchFormerV2 | None:
+        """Batch attention of the encoder layers."""
+        return self.encoder.batch_former
 
     def _coarsest(self, batch: TokenBatch) -> TokenBatch:
         """Return the tokens of the last level, with their positions."""
@@ -100,7 +110,8 @@ class HybridEncoder(nn.Module):
             "valid_ratios": batch.per_sample["valid_ratios"][:, -1:],
             "position": position.to(tokens).expand_as(tokens),
         }
-        return TokenBatch(tokens, companions, {**batch.static, "spatial_shapes": ((height, width),)})
+        static = {**batch.static, "spatial_shapes": ((height, width),)}
+        return replace(batch, tokens=tokens, per_sample=companions, static=static)
 
 
 @contextmanager

@@ -18,9 +18,10 @@ from detr_bf.common.structures import Queries, TokenBatch
 from detr_bf.detectors.declaration import declare
 from detr_bf.detectors.deformable_detr import DeformableMemoryAttention
 from detr_bf.detectors.denoising import EMPTY, ContrastiveDenoising, DenoisingSlots
-from detr_bf.detectors.detector import (
-    Detector,
-    Options,
+from detr_bf.detectors.detector import Detector, Options
+from detr_bf.detectors.dino import DENOISING, ContrastiveQueries
+from detr_bf.detectors.hybrid_encoder import CrossScaleFusion, HybridEncoder, NormedConvolution
+from detr_bf.detectors.parts import (
     class_head,
     decoder_layer,
     encoder,
@@ -28,8 +29,6 @@ from detr_bf.detectors.detector import (
     query_attention,
     zero_init_box_head,
 )
-from detr_bf.detectors.dino import DENOISING, ContrastiveQueries
-from detr_bf.detectors.hybrid_encoder import CrossScaleFusion, HybridEncoder, NormedConvolution
 from detr_bf.transformer import Decoder, DecoderLayer, FeatureTokens, Heads, TokenAttention
 from detr_bf.transformer.attention import DeformableAttention, MultiHeadAttention
 from detr_bf.transformer.blocks import MLP, full_precision, xavier

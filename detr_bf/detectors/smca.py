@@ -15,14 +15,8 @@ from torch import Tensor, nn
 from detr_bf.common.settings import setting
 from detr_bf.common.structures import Queries, TokenBatch
 from detr_bf.detectors.declaration import declare
-from detr_bf.detectors.detector import (
-    Detector,
-    Options,
-    decoder_layer,
-    query_attention,
-    shared_heads,
-    single_level_detector,
-)
+from detr_bf.detectors.detector import Detector, Options
+from detr_bf.detectors.parts import decoder_layer, query_attention, shared_heads, single_level_detector
 from detr_bf.transformer import Decoder, LearnedQueries
 from detr_bf.transformer.attention import MultiHeadAttention
 from detr_bf.transformer.blocks import MLP, xavier

@@ -16,7 +16,8 @@ from detr_bf.common.errors import InputError
 from detr_bf.common.settings import setting
 from detr_bf.common.structures import FeatureMap, Queries, TokenBatch, resize_mask
 from detr_bf.detectors.declaration import declare
-from detr_bf.detectors.detector import Detector, Options, encoder, position, projection
+from detr_bf.detectors.detector import Detector, Options
+from detr_bf.detectors.parts import encoder, position, projection
 from detr_bf.detectors.smca import Gaussian, gaussian_decoder
 from detr_bf.transformer import Encoder, FeatureTokens
 from detr_bf.transformer.attention import MultiHeadAttention, multi_head_attention

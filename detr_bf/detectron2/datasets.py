@@ -18,8 +18,8 @@ from detectron2.data.datasets import load_coco_json
 from detr_bf.common.errors import InputError
 from detr_bf.common.structures import ClassMap
 from detr_bf.common.text import listed
-from detr_bf.data.annotation_values import annotation_values, is_id
-from detr_bf.data.coco import CocoAnnotations, annotated_size, check_maps, read_annotations
+from detr_bf.data.annotation_values import annotated_size, annotation_values, is_id
+from detr_bf.data.coco import CocoAnnotations, check_maps, read_annotations
 from detr_bf.data.images import check_folder
 from detr_bf.data.masks import MapFile
 

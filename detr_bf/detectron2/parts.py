@@ -127,7 +127,7 @@ def build_parts(
         "num_classes": num_classes,
         "panoptic": None if panoptic_dataset is None else _panoptic(config, num_classes, panoptic_dataset),
         "input_format": input_format,
-        "batches_meet": config.batch_former.enabled and config.batch_former.mode == "mini_batch_inference",
+        "batches_meet": config.batch_former.mixes_evaluated_images,
     }
 
 

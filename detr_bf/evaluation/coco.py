@@ -30,6 +30,7 @@ from detr_bf.common.structures import ClassMap, Detections
 from detr_bf.common.text import listed, printable
 from detr_bf.data.annotation_values import (
     BOX_ROUNDING,
+    annotated_size,
     annotation_values,
     crowd_mask,
     object_area,
@@ -39,7 +40,7 @@ from detr_bf.data.annotation_values import (
     unknown_ids,
     value_text,
 )
-from detr_bf.data.coco import CocoAnnotations, annotated_size, check_maps, read_annotations
+from detr_bf.data.coco import CocoAnnotations, check_maps, read_annotations
 from detr_bf.data.columns import Entries, distinct
 from detr_bf.data.images import MAX_PIXELS, header_size
 from detr_bf.data.masks import Segmentations, parts_of, read_ids

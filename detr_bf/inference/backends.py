@@ -64,7 +64,7 @@ class TorchBackend:
     def mixes_images(self) -> bool:
         """True if the images of a batch attend to each other in evaluation: images of all sizes are in one batch."""
         modules = self.model.modules()
-        return any(isinstance(each, BatchFormerV2) and each.mode == "mini_batch_inference" for each in modules)
+        return any(isinstance(each, BatchFormerV2) and each.mixes_evaluated_images for each in modules)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from detr_bf.common.progress import setup_logging
 from detr_bf.common.text import printable
 from detr_bf.config import DetectionConfig, load_config, own_settings, packaged_configs
 from detr_bf.config.common import EMA_SPANS
-from detr_bf.config.detection import DataConfig
+from detr_bf.config.data import DataConfig
 from detr_bf.data.coco import read_annotations
 from detr_bf.data.formats import read_folder
 from detr_bf.inference.loading import VAL_NAMES, load, recipe_file

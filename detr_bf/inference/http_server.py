@@ -86,11 +86,10 @@ class DetectorService:
     """Requests for the predictions of one detector."""
 
     def __init__(self, predictor: Predictor, options: ServingOptions, name: str) -> None:
-        stored = predictor.origin.config.get("batch_former", {}) if predictor.origin else {}
-        if stored.get("enabled") and stored.get("mode") == "mini_batch_inference" and options.batch_size > 1:
+        if predictor.backend.mixes_images and options.batch_size > 1:
             raise InputError(
-                "with batch_former.mode=mini_batch_inference the images of a batch attend to each other, so an answer "
-                "would depend on other requests: give --batch-size 1"
+                "the images of a batch attend to each other in evaluation (batch_former.mode), so an answer would "
+                "depend on other requests: give --batch-size 1"
             )
         self.predictor, self.options, self.name = predictor, options, name
         self.max_pixels = min(options.max_pixels, predictor.max_pixels)

@@ -37,7 +37,6 @@ from detr_bf.interop.hub import hub_folder, is_hub_address
 from detr_bf.interop.published import PublishedWeights, find_weights, get_published, published
 from detr_bf.interop.transformers_folder import is_transformers_folder, read_transformers_config
 from detr_bf.interop.weights import read_weights
-from detr_bf.tasks.detection import BATCH_FORMER, training_only
 
 if TYPE_CHECKING:
     from detr_bf.inference.classifier import ClassifierPredictor
@@ -156,12 +155,13 @@ def _detection_predictor(config: DetectionConfig, checkpoint: Checkpoint, source
     model = build_and_load(
         lambda: build_model(config, classes.num_classes, pretrained=False), checkpoint.weights, source
     )
-    if BATCH_FORMER not in training_only(config):
+    if config.batch_former.mixes_evaluated_images:
         logger.warning(
-            "%s was trained with batch_former.mode=mini_batch_inference: the images of a batch attend to each "
+            "%s was trained with batch_former.mode=%s: the images of a batch attend to each "
             "other, and an image that is predicted alone attends to itself, unlike in evaluation (batches of %d). "
             "detr-bf predict and Predictor.__call__ predict images alone; Predictor.predict takes batch_size",
             source,
+            config.batch_former.mode,
             config.eval.batch_size,
         )
     origin = SourceCheckpoint(

@@ -19,6 +19,7 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
 
 from detr_bf.backbones.backbone import MEAN, STD
+from detr_bf.batchformer.v2 import EVALUATED_MODES
 from detr_bf.common.errors import InputError
 from detr_bf.common.files import UNFINISHED, make_output_folder, read_json_object
 from detr_bf.common.structures import Batch, ClassMap
@@ -92,10 +93,11 @@ def write_transformers_folder(
     library, name = transformers_library(), config["model"]["name"]
     if name not in _NAMES:
         raise InputError(f"transformers has no {name}: it has {', '.join(_NAMES)}")
-    if config["batch_former"]["enabled"] and config["batch_former"]["mode"] == "mini_batch_inference":
-        raise InputError(
-            "batch_former.mode=mini_batch_inference uses batch attention in evaluation; transformers does not"
-        )
+    mode = config["batch_former"]["mode"]
+    if config["batch_former"]["enabled"] and mode in EVALUATED_MODES:
+        raise InputError(f"batch_former.mode={mode} uses batch attention in evaluation; transformers does not")
+    if config["model"]["backbone"].get("reference", "none") != "none":
+        raise InputError("model.backbone.reference: transformers' detectors see no reference")
     for file in TRANSFORMERS_FILES:
         if (folder / file).exists() or (folder / file).is_symlink():
             raise InputError(f"{printable(folder / file)} exists: give a new folder")

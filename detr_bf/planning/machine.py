@@ -13,7 +13,7 @@ from detr_bf.common.errors import InputError
 from detr_bf.common.files import read_json
 from detr_bf.common.text import listed, printable
 from detr_bf.config import DetectionConfig
-from detr_bf.config.detection import DataConfig
+from detr_bf.config.data import DataConfig
 from detr_bf.data.transforms import rounded_side
 from detr_bf.planning.trace import Work, trace
 

@@ -53,6 +53,7 @@ from detr_bf.data.checks.report import Split
 from detr_bf.data.checks.statistics import describe_splits
 from detr_bf.data.coco import CocoDetection, Source, check_annotations, read_annotations
 from detr_bf.data.columns import values_of
+from detr_bf.data.references import groups_of
 from detr_bf.data.transforms import mixup
 from detr_bf.detectors import Detector
 from detr_bf.engine import (
@@ -191,6 +192,8 @@ class DetectionTask(Task[DetectionConfig]):
 
     def train_batches(self, data: CocoDetection, device: torch.device) -> tuple[MakeBatches, int, int]:
         buckets = aspect_buckets(data.sizes, self.config.data.aspect_buckets)
+        if self.config.data.sampler == "group":
+            buckets = groups_of(read_annotations(data_source(self.config, "train").annotations).images)
         features = object_features(data.class_counts_of_images) if self.config.data.sampler == "similar" else None
         batches = epoch_batches(self.config, len(data), buckets=buckets, features=features)
         loader = build_loader(self.config, device)
@@ -245,8 +248,8 @@ class DetectionTask(Task[DetectionConfig]):
             raise InputError(f"{source} was trained without batch attention: there is nothing to strip")
         if BATCH_FORMER not in training_only(self.config):
             raise InputError(
-                f"{source} was trained with batch_former.mode=mini_batch_inference: its evaluation uses batch "
-                "attention and would change without it"
+                f"{source} was trained with batch_former.mode={self.config.batch_former.mode}: its evaluation uses "
+                "batch attention and would change without it"
             )
         plain = copy.deepcopy(self.config)
         plain.batch_former.enabled = False
@@ -279,10 +282,9 @@ def mixed_batches(config: DetectionConfig, batches: Iterator[Batch], epoch: int,
 def training_only(config: DetectionConfig) -> set[str]:
     """Return the names of the modules that evaluation does not use.
 
-    Relative localization is a training loss; batch attention is used only by mini-batch inference.
+    Relative localization is a training loss; some modes of batch attention are used in training only.
     """
-    is_inference = config.batch_former.enabled and config.batch_former.mode == "mini_batch_inference"
-    return {"relative_localization"} | (set() if is_inference else {BATCH_FORMER})
+    return {"relative_localization"} | (set() if config.batch_former.in_evaluation else {BATCH_FORMER})
 
 
 def _without(weights: dict[str, Tensor], modules: set[str]) -> dict[str, Tensor]:
@@ -350,8 +352,8 @@ def build_evaluation(
     check_enough_tokens(config, data, "val")
     loader = build_loader(config, device)
     postprocess, panoptic = build_postprocess(config), _panoptic_evaluation(config, data, folder)
-    # with mini-batch inference the images of a batch see each other: batches must not depend on their sizes
-    one_size = config.data.transforms.square is not None or config.batch_former.mode == "mini_batch_inference"
+    # where the images of a batch see each other: batches must not depend on their sizes
+    one_size = config.data.transforms.square is not None or config.batch_former.mixes_evaluated_images
     sizes = [(0, 0)] * len(data) if one_size else data.sizes
     batches = partial(
         SameSizeBatches, sizes, config.eval.batch_size, rank=distributed.rank(), world_size=distributed.world_size()

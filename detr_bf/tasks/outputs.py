@@ -79,7 +79,7 @@ def _write_errors(folder: RunFolder, config: DetectionConfig, threshold: float, 
         write_json(folder.errors, document)
 
     def read(image_id: int) -> tuple[Tensor, str]:
-        image, target = data[SampleKey(0, index[image_id])]
+        image, target, *_ = data[SampleKey(0, index[image_id])]
         return image, target.file_name
 
     if worst := worst_images(images, threshold, most):
@@ -136,4 +136,5 @@ def _shown_images(config: DetectionConfig, class_map: ClassMap) -> Iterator[tupl
     """Yield images spread evenly over the validation split, not resized."""
     data = build_val_data(config, class_map, transform=lambda sample: sample)
     for index in torch.linspace(0, len(data) - 1, min(config.eval.pictures, len(data))).tolist():
-        yield data[SampleKey(0, round(index))]
+        image, target, *_ = data[SampleKey(0, round(index))]
+        yield image, target

@@ -19,6 +19,7 @@ from detr_bf.common.files import cache_folder
 from detr_bf.common.text import counted, printable
 from detr_bf.data.annotation_values import (
     BOX_ROUNDING,
+    annotated_size,
     is_box,
     is_crowd,
     is_id,
@@ -50,7 +51,7 @@ from detr_bf.data.checks.report import (
     shared_images,
 )
 from detr_bf.data.checks.statistics import describe_splits, statistics_lines
-from detr_bf.data.coco import Source, annotated_size, check_maps, read_annotations
+from detr_bf.data.coco import Source, check_maps, read_annotations
 from detr_bf.data.columns import Entries, distinct, values_of
 from detr_bf.data.images import MAX_PIXELS, check_folder
 

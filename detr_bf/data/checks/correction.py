@@ -28,17 +28,18 @@ from typing import Any, NamedTuple
 from detr_bf.common.errors import InputError
 from detr_bf.common.files import cache_folder, read_json
 from detr_bf.common.text import printable
-from detr_bf.data.annotation_values import is_box, is_crowd, is_id, object_area, unit_problem, value_text
+from detr_bf.data.annotation_values import (
+    annotated_size,
+    is_box,
+    is_crowd,
+    is_id,
+    object_area,
+    unit_problem,
+    value_text,
+)
 from detr_bf.data.checks.annotations import exceeds
 from detr_bf.data.checks.files import ImageRecord, check_files, existing_name
-from detr_bf.data.coco import (
-    REQUIRED_KEYS,
-    CocoAnnotations,
-    Source,
-    annotated_size,
-    check_entry,
-    read_annotations,
-)
+from detr_bf.data.coco import REQUIRED_KEYS, CocoAnnotations, Source, check_entry, read_annotations
 from detr_bf.data.images import check_folder
 from detr_bf.data.masks import parts_of
 

@@ -8,9 +8,8 @@ from contextlib import suppress
 from typing import Any
 
 from detr_bf.common.text import printable
-from detr_bf.data.annotation_values import is_box, is_id, png_name, value_text
+from detr_bf.data.annotation_values import annotated_size, is_box, is_id, png_name, value_text
 from detr_bf.data.checks.report import CheckList, Split, box_text, image_text, repeated
-from detr_bf.data.coco import annotated_size
 from detr_bf.data.masks import MapFile, SegmentExtent
 
 _TOLERANCE = 1.0  # pixels by which a side of a box may differ from the mask's without a warning

@@ -13,9 +13,9 @@ from typing import Any, Literal
 import numpy as np
 
 from detr_bf.common.text import printable
-from detr_bf.data.annotation_values import crowd_mask, is_crowd, value_text
+from detr_bf.data.annotation_values import annotated_size, crowd_mask, is_crowd, value_text
 from detr_bf.data.checks.files import ImageRecord, MapRecord
-from detr_bf.data.coco import CocoAnnotations, annotated_size
+from detr_bf.data.coco import CocoAnnotations
 from detr_bf.data.columns import Entries, integers, values_of
 from detr_bf.data.duplicates import exported_from, nearest
 from detr_bf.data.images import boxes_as_stored

@@ -11,7 +11,8 @@ from typing import Any
 
 from detr_bf.common.errors import InputError
 from detr_bf.common.text import printable
-from detr_bf.data.coco import CocoAnnotations, annotated_size, read_annotations
+from detr_bf.data.annotation_values import annotated_size
+from detr_bf.data.coco import CocoAnnotations, read_annotations
 from detr_bf.data.formats.folder import AnnotatedImage, DataFolder, coco_content
 from detr_bf.data.paths import PathIndex, leads_out
 

@@ -1,0 +1,155 @@
+"""Reference images: for each image of a data set another one that the detector sees beside it.
+
+An inspected board has the picture of a board without defects (its own reference); the controls of an experiment are a
+random image and a random image of the same group, such as the same camera. A reference has no objects. It goes through
+the same random transforms as its image, so it stays aligned with it pixel for pixel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from detr_bf.common.errors import InputError
+from detr_bf.common.files import is_folder
+from detr_bf.common.text import printable
+from detr_bf.data.batches import derive_seed
+from detr_bf.data.inputs import is_image_file
+
+KEY = "template"  # of an entry of a COCO file's images: the file name of its own reference
+GROUP_KEY = "group"  # the name or number of its group
+CHOICES = ("none", "own", "random", "same_group")
+
+
+@dataclass(frozen=True)
+class References:
+    """Choice of the reference of each image.
+
+    Args:
+        choice: ``own``, ``random`` or ``same_group``.
+        files: of the images that can be chosen; with ``own`` one for each image, None where it has none.
+        groups: number of the group of each image, for ``same_group``.
+        shift: pixels of the image by which the reference is moved in both directions, each way drawn at random; the
+            pixels at its border are repeated.
+    """
+
+    choice: str
+    files: Sequence[Path | None]
+    groups: Sequence[int] = ()
+    shift: int = 0
+
+    def file_of(self, index: int, seed: int) -> Path | None:
+        """Return the file of the reference of an image; a random one is a function of ``seed``. None: it has none."""
+        if self.choice == "own":
+            return self.files[index]
+        others = range(len(self.files))
+        if self.choice == "same_group":
+            others = [other for other in others if self.groups[other] == self.groups[index]]  # type: ignore[assignment]
+        if len(others) < 2:
+            return None
+        drawn = derive_seed(seed, 1) % (len(others) - 1)  # among the others, by their order
+        other = others[drawn]
+        return self.files[others[-1] if other == index else other]
+
+    def fitted(self, reference: Tensor, image: Tensor, seed: int, name: str) -> Tensor:
+        """Return a reference (3, h, w) uint8 in the size of its image (3, H, W), shifted.
+
+        One that was chosen at random is resized.
+
+        Raises:
+            InputError: the image's own reference has another size.
+        """
+        if reference.shape != image.shape:
+            if self.choice == "own":
+                raise InputError(other_size(name, reference, image))
+            resized = F.interpolate(reference[None].float(), image.shape[-2:], mode="bilinear", antialias=True)
+            reference = resized[0].round().to(torch.uint8)
+        if not self.shift:
+            return reference
+        signs = derive_seed(seed, 2)
+        return translated(reference, *(self.shift if signs >> bit & 1 else -self.shift for bit in (0, 1)))
+
+
+def other_size(name: str, reference: Tensor, image: Tensor) -> str:
+    """Return the message for a reference whose size is not that of its image."""
+    sizes = (f"{tensor.shape[-1]} x {tensor.shape[-2]}" for tensor in (reference, image))
+    return (
+        "the reference {} has {} pixels (width x height) and its image {}: give references of the same size, aligned "
+        "with the image".format(name, *sizes)
+    )
+
+
+def translated(image: Tensor, down: int, right: int) -> Tensor:
+    """Move an image (3, H, W) uint8 by whole pixels, which may be negative; the pixels at its border are repeated."""
+    height, width = image.shape[-2:]
+    rows = (torch.arange(height) - down).clamp(0, height - 1)
+    columns = (torch.arange(width) - right).clamp(0, width - 1)
+    return image[:, rows][:, :, columns]
+
+
+def own_files(images: Sequence[Mapping[str, Any]], folder: Path, references: Path | None) -> list[Path | None]:
+    """Return the file of each image's own reference, which may not exist; None for an image without one.
+
+    It is the file named by the key :data:`KEY` of the image, below ``references`` or, if that is None, below the
+    ``folder`` of the images. An image without the key has the file of its own name, or of its name with another
+    suffix, below ``references``.
+
+    Raises:
+        InputError: there is no such folder, a name is no text, or no image has a reference.
+    """
+    if references is not None and not is_folder(references):
+        raise InputError(f"the folder of references {printable(references)} does not exist or is not a folder")
+    known = {} if references is None else files_by_stem(references)
+    found: list[Path | None] = []
+    for image in images:
+        name = image.get(KEY)
+        if name is None:
+            found.append(known.get(PurePosixPath(image["file_name"]).with_suffix("").as_posix()))
+        elif isinstance(name, str) and name:
+            found.append((references or folder) / name)
+        else:
+            raise InputError(f"image {image['id']}: {KEY} is {printable(repr(name))}, expected the name of a file")
+    if not any(found):
+        where = f"in {printable(references)} no file has the name of an image" if references else "none is given"
+        raise InputError(
+            f"data.reference=own needs the reference of each image, and {where}: give the key {KEY} of the images in "
+            "the annotation file, or a folder of references as data.train.references (data.val.references)"
+        )
+    return found
+
+
+def files_by_stem(folder: Path) -> dict[str, Path]:
+    """Return the image files below a folder by their path in it without suffix, with / between its parts."""
+    files = sorted(path for path in folder.rglob("*") if is_image_file(path))
+    return {path.relative_to(folder).with_suffix("").as_posix(): path for path in files}
+
+
+def groups_of(images: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Return the number of the group of each image: its key :data:`GROUP_KEY`, or the folder in its file name.
+
+    Raises:
+        InputError: a group is neither text nor a whole number, or all images are in one group.
+    """
+    numbers: dict[object, int] = {}
+    found = []
+    for image in images:
+        group = image.get(GROUP_KEY)
+        if group is None:
+            group = PurePosixPath(image["file_name"]).parent.as_posix()
+        if not isinstance(group, (str, int)):
+            raise InputError(
+                f"image {image['id']}: {GROUP_KEY} is {printable(repr(group))}, expected text or a whole number"
+            )
+        found.append(numbers.setdefault(group, len(numbers)))
+    if len(numbers) < 2:
+        raise InputError(
+            f"groups of images are needed, and all images are in one: give the key {GROUP_KEY} of the images in the "
+            "annotation file, or a folder for each group in their file names"
+        )
+    return found
