@@ -103,8 +103,7 @@ class Detector(nn.Module):
     @property
     def attends_to_references(self) -> bool:
         """True if batch attention, in the current mode and epoch, uses the references of the images."""
-        former = getattr(self.encoder, "batch_former", None)
-        return isinstance(former, BatchFormerV2) and former.reads_references
+        return any(isinstance(part, BatchFormerV2) and part.reads_references for part in self.encoder.modules())
 
     def detect(
         self,

@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from detr_bf.batchformer import BatchFormerV2
 from detr_bf.common.errors import InputError
 from detr_bf.common.structures import TokenBatch
 from detr_bf.detectors.smca_multi_scale import as_maps, as_tokens
@@ -91,11 +90,6 @@ class HybridEncoder(nn.Module):
         if former is None:
             return memory
         return former(memory, layer=len(self.encoder.layers), position=former.position)
-
-    @property
-    def batch_former(self) -> BatchFormerV2 | None:
-        """Batch attention of the encoder layers."""
-        return self.encoder.batch_former
 
     def _coarsest(self, batch: TokenBatch) -> TokenBatch:
         """Return the tokens of the last level, with their positions."""
