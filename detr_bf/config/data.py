@@ -31,7 +31,7 @@ class SplitConfig:
     images: str = path("")  # folder of the images
     annotations: str = path("")  # COCO JSON file
     panoptic: str = path("")  # folder of panoptic PNG files; annotations is then a COCO panoptic JSON file
-    references: str = path("")  # folder of the images' own references; empty: that of the images, see data.reference
+    references: str = path("")  # folder of own references (data.reference=own); empty: that of the images
 
     @property
     def given(self) -> bool:
@@ -160,9 +160,6 @@ class DataConfig(LoadingConfig):
             raise InputError(
                 f"{prefix}sampler={self.sampler} and {prefix}aspect_buckets both choose the batches: give only one"
             )
-        given = [f"{prefix}{name}.references" for name in ("train", "val") if getattr(self, name).references]
-        if self.reference != "own" and given:
-            raise InputError(f"{given[0]} is a folder of the images' own references: set {prefix}reference=own")
         if self.reference == "none" and self.reference_shift:
             raise InputError(f"{prefix}reference_shift={self.reference_shift} moves references: set {prefix}reference")
         if self.reference != "none" and (self.augment.copy_paste or self.mixup.prob):
