@@ -88,14 +88,8 @@ def test_images_of_the_split_as_references(choice: str, paired: Path, tmp_path: 
     command = ["--config", str(paired), *READERS["single_stream_inference"], f"data.reference={choice}"]
     run = tmp_path / "run"
     assert train_net([*command, "train.max_steps=2", "eval.pictures=0", "data.sampler=group"]) == 0
-    again = [
-        *command,
-        f"init_from={run / 'last.pt'}",
-        "--eval-only",
-        "eval.pictures=0",
-        f"output_dir={tmp_path / 'eval'}",
-    ]
-    assert train_net(again) == 0
+    again = [*command, "--eval-only", "eval.pictures=0", f"init_from={run / 'last.pt'}"]
+    assert train_net([*again, f"output_dir={tmp_path / 'eval'}"]) == 0
     assert (tmp_path / "eval" / "results.json").read_text() == (run / "results.json").read_text()
 
 
