@@ -106,9 +106,17 @@ def augmented_epochs(config: DetectionConfig) -> tuple[range, range]:
 
 
 def build_val_data(
-    config: DetectionConfig, class_map: ClassMap, transform: SampleTransform | None = None, masks: bool = False
+    config: DetectionConfig,
+    class_map: ClassMap,
+    transform: SampleTransform | None = None,
+    masks: bool = False,
+    *,
+    references: bool = True,
 ) -> CocoDetection:
-    """Return the validation split with the model's classes; resized for evaluation unless ``transform`` is given."""
+    """Return the validation split with the model's classes; resized for evaluation unless ``transform`` is given.
+
+    ``references``: with the references that evaluation reads.
+    """
     source = data_source(config, "val")
     content = read_annotations(source.annotations)
     return CocoDetection(
@@ -121,7 +129,7 @@ def build_val_data(
         panoptic=source.panoptic,
         max_pixels=config.data.max_pixels,
         grey_bits=config.data.grey_bits,
-        references=build_references(config, "val", source.images, content),
+        references=build_references(config, "val", source.images, content) if references else None,
     )
 
 

@@ -97,8 +97,7 @@ def main(options: argparse.Namespace) -> int:
     for line in done:
         print(line)
     if images.unreadable:
-        what = "images cannot be read" if options.reference is None else "images or their references cannot be used"
-        count = f"{len(images.unreadable)} of {len(images.files)} {what} and were left out"
+        count = f"{len(images.unreadable)} of {len(images.files)} {images.references.unusable} and were left out"
         print(f"{count}:", *images.unreadable, sep="\n  ", file=sys.stderr)
     return 1 if images.unreadable else 0
 
@@ -247,23 +246,23 @@ class InputImages:
         self.files = files
         self._read = partial(read_image, max_pixels=predictor.max_pixels, grey_bits=predictor.grey_bits)
         self._folders = folders
-        self._references = NO_REFERENCES
+        self.references = NO_REFERENCES
         if isinstance(predictor, Predictor):
-            self._references = predictor.references(reference, files, folders)
-            self._references.check_names(files)
+            self.references = predictor.references(reference, files, folders)
+            self.references.check_names(files)
         self.unreadable: list[str] = []
 
     @property
     def all_files(self) -> list[Path]:
         """Image files and files of references."""
-        return [*self.files, *self._references.files]
+        return [*self.files, *self.references.files]
 
     def __iter__(self) -> Iterator[tuple[int, Path, Tensor, Tensor | None]]:
         """Yield index, file, pixels and reference of the readable images (InputError: no image is readable)."""
         for number, file in enumerate(progress_bar(self.files, desc="predicting", unit="image")):
             try:
                 pixels = self._read(file)
-                reference = self._references(file, pixels, "the image")
+                reference = self.references(file, pixels, "the image")
             except InputError as error:
                 self.unreadable.append(printable(error, limit=1000))
                 continue

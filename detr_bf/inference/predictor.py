@@ -348,13 +348,13 @@ class Predictor:
             InputError: a file cannot be read or is not valid, or the classes are others; no image has a reference,
                 or nothing reads them.
         """
-        annotations = read_annotations(Path(annotations) if isinstance(annotations, str) else annotations)
+        annotations = Path(annotations) if isinstance(annotations, str) else annotations
         masks = self.model.mask_head is not None
         check_batch_size(batch_size)
         own = None
         if self.backend.reads_references:
             folder = None if references is None else Path(references)
-            own = own_references(annotations.images, Path(images), folder, "the images")
+            own = own_references(read_annotations(annotations).images, Path(images), folder, "the images")
         else:
             check_given(False, references)
         limits = self._limits
@@ -528,7 +528,7 @@ class Predictor:
             raise InputError("\n  ".join(["no image can be read:", *unreadable]))
         if unreadable:
             total, listed = len(unreadable) + count, "\n  ".join(unreadable)
-            logger.warning("%d of %d images cannot be read and were left out:\n  %s", len(unreadable), total, listed)
+            logger.warning("%d of %d %s and were left out:\n  %s", len(unreadable), total, references.unusable, listed)
 
     def _image_fields(self, image: ReadImage) -> dict[str, Any]:
         """Return the fields of a :class:`~detr_bf.inference.prediction.PredictedImage`."""

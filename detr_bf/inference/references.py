@@ -76,6 +76,11 @@ class GivenReferences:
         """Files of the references, if they are a file or those of a folder."""
         return [*(self._named or {}).values(), *([] if self._file is None else [self._file])]
 
+    @property
+    def unusable(self) -> str:
+        """Subject and verb of messages about images that are left out."""
+        return "images cannot be read" if self._none else "images or their references cannot be used"
+
     def __call__(self, image: object, pixels: Tensor, name: str) -> Tensor | None:
         """Return the reference (3, H, W) uint8 of an image, whose pixels (3, H, W) and name in messages are given.
 
