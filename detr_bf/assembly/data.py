@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from operator import attrgetter
@@ -26,7 +26,7 @@ from detr_bf.data.checks.learning import Training
 from detr_bf.data.coco import CocoAnnotations, CocoDetection, Source, read_annotations
 from detr_bf.data.columns import values_of
 from detr_bf.data.loader import BatchLoader, make_loader
-from detr_bf.data.references import References, groups_of, own_files
+from detr_bf.data.references import References, groups_of, own_references
 from detr_bf.data.transforms import TRANSFORMS, SampleTransform, eval_transform, resized_size, train_transform
 from detr_bf.detectors import detector_named
 
@@ -68,11 +68,7 @@ def build_references(config: DetectionConfig, split: str, folder: Path, content:
         given: SplitConfig = data.train if from_train else getattr(data, split)
         setting = f"data.{'train' if from_train else split}.references"
         own = _located(setting, given.references) if given.references else None
-        files: Sequence[Path | None] = own_files(content.images, folder, own)
-        missing = sum(file is None for file in files)
-        if missing:
-            logger.warning("data.%s: %d of %d images have no reference", split, missing, len(files))
-        return References("own", files, shift=data.reference_shift)
+        return own_references(content.images, folder, own, f"data.{split}", data.reference_shift)
     groups = groups_of(content.images) if data.reference == "same_group" else ()
     names = values_of(content.images, "file_name")
     return References(data.reference, [folder / name for name in names], groups, data.reference_shift)
@@ -110,9 +106,17 @@ def augmented_epochs(config: DetectionConfig) -> tuple[range, range]:
 
 
 def build_val_data(
-    config: DetectionConfig, class_map: ClassMap, transform: SampleTransform | None = None, masks: bool = False
+    config: DetectionConfig,
+    class_map: ClassMap,
+    transform: SampleTransform | None = None,
+    masks: bool = False,
+    *,
+    references: bool = True,
 ) -> CocoDetection:
-    """Return the validation split with the model's classes; resized for evaluation unless ``transform`` is given."""
+    """Return the validation split with the model's classes; resized for evaluation unless ``transform`` is given.
+
+    ``references``: with the references that evaluation reads.
+    """
     source = data_source(config, "val")
     content = read_annotations(source.annotations)
     return CocoDetection(
@@ -125,7 +129,7 @@ def build_val_data(
         panoptic=source.panoptic,
         max_pixels=config.data.max_pixels,
         grey_bits=config.data.grey_bits,
-        references=build_references(config, "val", source.images, content),
+        references=build_references(config, "val", source.images, content) if references else None,
     )
 
 

@@ -139,8 +139,9 @@ def _measure(
 
 
 def _call(predictor: Predictor, images: Sequence[Tensor], half: bool) -> Callable[[], object]:
-    """Return a function that detects in the images, all of them in one batch."""
-    return lambda: list(predictor.predict(list(images), len(images), half=half))
+    """Return a function that detects in the images, all of them in one batch, each its own reference if one is read."""
+    references = list(images) if predictor.backend.reads_references else None
+    return lambda: list(predictor.predict(list(images), len(images), half=half, reference=references))
 
 
 def _memory(

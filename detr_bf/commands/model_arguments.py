@@ -46,6 +46,9 @@ it, and the frames before are kept.
 
 With a classifier's run, the five most probable classes of each image are printed and written as JSON and one sheet.
 
+A detector that compares each image with its reference, such as the picture of a board without defects, needs
+--reference: one file for all images and frames, or a folder with a file of the name of each image.
+
 Unreadable images are skipped and listed at the end, and the exit code is 1. In the output folder, which may also hold
 the images, only files that this command wrote before are replaced.
 """
@@ -97,6 +100,12 @@ def predict_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
         metavar=("SIZE", "OVERLAP"),
         help="detect in squares of SIZE pixels that overlap by OVERLAP and join the objects at their borders",
     )
+    parser.add_argument(
+        "--reference",
+        type=Path,
+        metavar="FILE_OR_DIR",
+        help="of a detector that compares: the reference of all images, or a folder with one of each image's name",
+    )
     parser.add_argument("--half", action="store_true", help="float16 on a GPU, bfloat16 on a CPU")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     return parser.parse_intermixed_args(given)
@@ -111,6 +120,10 @@ curl --data-binary @photo.jpg -H 'Content-Type: image/jpeg' http://127.0.0.1:800
 Needs pip install 'detr_bf[serve]'. The token is read from a file or from DETR_BF_TOKEN, so that it is not in the list
 of processes. SIGTERM and Ctrl-C end it with exit code 0 after the accepted requests are answered. docs/serving.md has
 more.
+
+curl -F image=@board.png -F reference=@template.png http://127.0.0.1:8000/predict
+
+A detector that compares each image with its reference gets both as a form, or the images alone with --reference FILE.
 """
 
 
@@ -143,6 +156,12 @@ def serve_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
         metavar="SCORE",
         help="least score of requests that give none, or 'class' for one of each class (default: the one with the "
         f"highest F1 in the evaluation of the checkpoint, {_DEFAULT_THRESHOLD} without an evaluation)",
+    )
+    parser.add_argument(
+        "--reference",
+        type=Path,
+        metavar="FILE",
+        help="of a detector that compares: the reference of the images that come without one",
     )
     parser.add_argument("--half", action="store_true", help="float16 on a GPU, bfloat16 on a CPU")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +38,7 @@ from detr_bf.evaluation import write_panoptic
 from detr_bf.inference.loading import load_predictor
 from detr_bf.inference.prediction import FramePrediction, Prediction
 from detr_bf.inference.predictor import Predictor
+from detr_bf.inference.references import NO_REFERENCES
 from detr_bf.inference.tiling import check_tile
 from detr_bf.report import ProbableClasses, class_labels, draw_panoptic, prediction_sheet, save_picture
 
@@ -77,13 +79,13 @@ def main(options: argparse.Namespace) -> int:
     inputs = list(_inputs(options.inputs))
     files = list(image_files(inputs, output.written))
     predictor = load_predictor(options.run, options.device)
-    images = InputImages(files, predictor.max_pixels, [path for path in inputs if path.is_dir()])
+    images = InputImages(files, predictor, [path for path in inputs if path.is_dir()], options.reference)
     if not isinstance(predictor, Predictor):
         if options.panoptic:
             raise InputError(f"{options.run} is of a classifier, and --panoptic needs a detector with masks")
         if isinstance(threshold, str):
             raise InputError(f"{options.run} is of a classifier: give a number to --threshold")
-        _check_unused(options, "a classifier")
+        _check_unused(options, "a classifier", reference=options.reference is not None)
         done = write_classes(output, predictor, images, threshold or 0.0)
     elif options.panoptic:
         done = write_panoptic_maps(output, predictor, images)
@@ -95,7 +97,7 @@ def main(options: argparse.Namespace) -> int:
     for line in done:
         print(line)
     if images.unreadable:
-        count = f"{len(images.unreadable)} of {len(images.files)} images cannot be read and were left out"
+        count = f"{len(images.unreadable)} of {len(images.files)} {images.references.unusable} and were left out"
         print(f"{count}:", *images.unreadable, sep="\n  ", file=sys.stderr)
     return 1 if images.unreadable else 0
 
@@ -121,12 +123,13 @@ def _run_video(options: argparse.Namespace, output: Output, threshold: float | s
     if not isinstance(predictor, Predictor):
         raise InputError(f"{options.run} is of a classifier, and videos need a detector")
     every, name = 1 if options.every is None else options.every, OBJECT_FORMATS["jsonl"]
-    asked = {"live": options.live, "reconnect": options.reconnect, "tile": options.tile, "half": options.half}
+    asked = {name: getattr(options, name) for name in ("live", "reconnect", "tile", "half", "reference")}
     found = predictor.predict_video(video, every, threshold=threshold, **asked)
-    frames = objects = 0
+    frames, objects, read = 0, 0, [] if is_video_stream(video) else [Path(video)]
+    read += [] if options.reference is None else [options.reference]
     with (
         _noted_signals() as interruption,
-        output.writing([name], InputImages([] if is_video_stream(video) else [Path(video)], predictor.max_pixels)),
+        output.writing([name], read),
         atomic_write(output.folder / name) as temporary,
         temporary.open("w", encoding="utf-8", errors="surrogateescape", newline="\n") as lines,
     ):
@@ -196,7 +199,7 @@ def _noted_signals() -> Iterator[_Interruption]:
         restore()
 
 
-def _check_unused(options: argparse.Namespace, what: str, threshold: bool = False) -> None:
+def _check_unused(options: argparse.Namespace, what: str, threshold: bool = False, *, reference: bool = False) -> None:
     """Raise an InputError for options that detection of objects alone has."""
     given = {
         "--format": options.format not in (None, "json"),
@@ -204,6 +207,7 @@ def _check_unused(options: argparse.Namespace, what: str, threshold: bool = Fals
         "--tile": options.tile is not None,
         "--half": options.half,
         "--threshold": threshold,
+        "--reference": reference,
     }
     if unused := [name for name, is_given in given.items() if is_given]:
         raise InputError(f"{what} does not use {', '.join(unused)}: leave it out")
@@ -223,23 +227,46 @@ def threshold_of(text: str | None) -> float | str | None:
 
 
 class InputImages:
-    """Image files, and the reasons why some of them could not be read; ``folders`` are those that were given."""
+    """Image files, and the reasons why some of them could not be read.
 
-    def __init__(self, files: Sequence[Path], max_pixels: int, folders: Sequence[Path] = ()) -> None:
+    Args:
+        predictor: says how images are read.
+        folders: those that were given.
+        reference: file with the reference of all images, or folder of references, see
+            :class:`~detr_bf.inference.references.GivenReferences`; None: a detector that needs them is refused.
+    """
+
+    def __init__(
+        self,
+        files: Sequence[Path],
+        predictor: Predictor | ClassifierPredictor,
+        folders: Sequence[Path] = (),
+        reference: Path | None = None,
+    ) -> None:
         self.files = files
-        self.max_pixels = max_pixels
+        self._read = partial(read_image, max_pixels=predictor.max_pixels, grey_bits=predictor.grey_bits)
         self._folders = folders
+        self.references = NO_REFERENCES
+        if isinstance(predictor, Predictor):
+            self.references = predictor.references(reference, files, folders)
+            self.references.check_names(files)
         self.unreadable: list[str] = []
 
-    def __iter__(self) -> Iterator[tuple[int, Path, Tensor]]:
-        """Yield index, file and pixels of the readable images (InputError: no image is readable)."""
+    @property
+    def all_files(self) -> list[Path]:
+        """Image files and files of references."""
+        return [*self.files, *self.references.files]
+
+    def __iter__(self) -> Iterator[tuple[int, Path, Tensor, Tensor | None]]:
+        """Yield index, file, pixels and reference of the readable images (InputError: no image is readable)."""
         for number, file in enumerate(progress_bar(self.files, desc="predicting", unit="image")):
             try:
-                pixels = read_image(file, max_pixels=self.max_pixels)
+                pixels = self._read(file)
+                reference = self.references(file, pixels, "the image")
             except InputError as error:
                 self.unreadable.append(printable(error, limit=1000))
                 continue
-            yield number, file, pixels
+            yield number, file, pixels, reference
         if len(self.unreadable) == len(self.files):
             lines = self.unreadable if len(self.files) == 1 else ["no image can be read:", *self.unreadable]
             raise InputError("\n  ".join(lines))
@@ -296,13 +323,13 @@ class Output:
         return {real_path(self.folder) / name for name in self._before}
 
     @contextmanager
-    def writing(self, names: Sequence[str], images: InputImages) -> Iterator[None]:
+    def writing(self, names: Sequence[str], inputs: Iterable[Path]) -> Iterator[None]:
         """Check that files may be written, and record those that were; new folders that stay empty are removed.
 
         Raises:
             InputError: a file is an input, or exists and was not written by this command.
         """
-        inputs = {real_path(file) for file in images.files}
+        inputs = {real_path(file) for file in inputs}
         for name in names:
             path, other = self.folder / name, "give another folder with --output"
             if real_path(path) in inputs:
@@ -353,8 +380,8 @@ def _detected(
     predictor: Predictor, images: InputImages, threshold: float | str | None, options: argparse.Namespace
 ) -> Iterator[tuple[int, Tensor, Prediction]]:
     """Yield index, pixels and prediction of each readable image."""
-    for number, file, image in images:
-        found = predictor(image, threshold, tile=options.tile, half=options.half)
+    for number, file, image, reference in images:
+        found = predictor(image, threshold, tile=options.tile, half=options.half, reference=reference)
         yield number, image, replace(found, image_id=number, source=str(file))
 
 
@@ -371,7 +398,7 @@ def write_objects(
     texts = images.label_names() if form == "yolo" else {}
     files = [*texts.values(), "classes.txt", "images.txt"] if form == "yolo" else [OBJECT_FORMATS[form]]
     found = []
-    with output.writing([*(names.values() if pictures else ()), *files], images):
+    with output.writing([*(names.values() if pictures else ()), *files], images.all_files):
         for number, image, prediction in predictions:
             if pictures:
                 save_picture(output.folder / names[number], replace(prediction, given=image).plot(labels))
@@ -428,8 +455,8 @@ def write_classes(output: Output, predictor: ClassifierPredictor, images: InputI
     entries: list[dict[str, Any]] = []
     shown: list[ProbableClasses] = []
     labels = dict(zip(predictor.class_map.category_ids, class_labels(predictor.class_map), strict=True))
-    with output.writing(["predictions.json", "sheet.png"], images):
-        for _, file, image in images:
+    with output.writing(["predictions.json", "sheet.png"], images.all_files):
+        for _, file, image, _ in images:
             found = most_probable(predictor(image), predictor.class_map, threshold)
             entries.append({"file": str(file), "classes": found})
             if len(shown) < MOST_ON_SHEET:
@@ -465,12 +492,13 @@ def write_panoptic_maps(output: Output, predictor: Predictor, images: InputImage
     folder = output.folder
 
     def maps() -> Iterator[PanopticMap]:
-        for number, _, image in images:
-            found = replace(predictor.panoptic(image), image_id=number)
+        for number, _, image, reference in images:
+            found = replace(predictor.panoptic(image, reference=reference), image_id=number)
             save_picture(folder / names[number], draw_panoptic(image, found, labels))
             yield found
 
-    with output.writing([*names.values(), *(f"panoptic/{name}" for name in names.values()), "panoptic.json"], images):
+    maps_of_images = [f"panoptic/{name}" for name in names.values()]
+    with output.writing([*names.values(), *maps_of_images, "panoptic.json"], images.all_files):
         write_panoptic(folder / "panoptic.json", folder / "panoptic", maps(), predictor.class_map, names)
     return [f"panoptic maps of {counted(len(images.files) - len(images.unreadable), 'image')}: {printable(folder)}"]
 

@@ -46,7 +46,8 @@ def main(options: argparse.Namespace) -> int:
     keep_freed_memory(large=True)
     with http_server.listen(options.host, options.port) as listening:  # before the detector is loaded
         name = Path(options.run).absolute().name
-        service = http_server.DetectorService(load(options.run, options.device), limits, name)
+        predictor = load(options.run, options.device)
+        service = http_server.DetectorService(predictor, limits, name, options.reference)
         url, is_local = http_server.address(listening)
         if not is_local and limits.token is None:
             logger.warning("anyone who reaches %s can use this server: set --token-file or %s", url, TOKEN_VARIABLE)

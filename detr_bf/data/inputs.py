@@ -153,31 +153,39 @@ def check_batch_size(batch_size: object) -> None:
 def chunks(images: Iterable[ImageLike], batch_size: int) -> Iterator[list[tuple[int, ImageLike]]]:
     """Yield lists of ``batch_size`` images with their indices; the last list may be shorter."""
     check_batch_size(batch_size)
-    is_one = isinstance(images, (Tensor, np.ndarray)) and images.ndim < 4
     if isinstance(images, (str, os.PathLike)) and not Path(images).is_file():
         raise InputError(f"there is no folder {printable(images)}: predict takes a folder or several images")
-    is_one = is_one or isinstance(images, (str, bytes, bytearray, memoryview, os.PathLike))
-    if is_one or not isinstance(images, Iterable):
+    if is_one_image(images) or not isinstance(images, Iterable):
         raise InputError(f"predict takes several images, and this is {described(images)}: call the predictor itself")
     numbered = enumerate(images)
     return iter(lambda: list(islice(numbered, batch_size)), [])
 
 
+def is_one_image(images: object) -> bool:
+    """Return True for a path, the bytes of a file, a Pillow image, or an array of one image."""
+    if isinstance(images, (Tensor, np.ndarray)):
+        return images.ndim < 4
+    return isinstance(images, (str, bytes, bytearray, memoryview, os.PathLike, Image.Image))
+
+
 def by_size(
-    samples: Sequence[tuple[Tensor, Target]], compute: Callable[[Batch], Sequence[_Result]], *, together: bool = False
+    samples: Sequence[tuple[Tensor, Target] | tuple[Tensor, Target, Tensor | None]],
+    compute: Callable[[Batch], Sequence[_Result]],
+    *,
+    together: bool = False,
 ) -> list[_Result]:
     """Return the result of each sample, computed in a batch with the others of its size.
 
     In a batch of several sizes the smaller images would be padded, and convolutions see the padding.
 
     Args:
-        samples: images (3, h, w) with their targets.
+        samples: images (3, h, w) with their targets, and their references if there are any.
         compute: returns the results of a batch, in order.
         together: compute all samples in one batch.
     """
     groups: dict[object, list[int]] = {}
-    for index, (image, _) in enumerate(samples):
-        groups.setdefault(None if together else image.shape, []).append(index)
+    for index, sample in enumerate(samples):
+        groups.setdefault(None if together else sample[0].shape, []).append(index)
     results: dict[int, _Result] = {}
     for indices in groups.values():
         results.update(zip(indices, compute(Batch.collate([samples[index] for index in indices])), strict=True))

@@ -7,6 +7,7 @@ the same random transforms as its image, so it stays aligned with it pixel for p
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -21,6 +22,8 @@ from detr_bf.common.files import is_folder
 from detr_bf.common.text import printable
 from detr_bf.data.batches import derive_seed
 from detr_bf.data.inputs import is_image_file
+
+logger = logging.getLogger(__name__)
 
 KEY = "template"  # of an entry of a COCO file's images: the file name of its own reference
 GROUP_KEY = "group"  # the name or number of its group
@@ -118,16 +121,40 @@ def own_files(images: Sequence[Mapping[str, Any]], folder: Path, references: Pat
     if not any(found):
         where = f"in {printable(references)} no file has the name of an image" if references else "none is given"
         raise InputError(
-            f"data.reference=own needs the reference of each image, and {where}: give the key {KEY} of the images in "
-            "the annotation file, or a folder of references as data.train.references (data.val.references)"
+            f"each image needs its own reference, and {where}: give the key {KEY} of the images in the annotation "
+            "file, or a folder of references (data.train.references, data.val.references; in Python references)"
         )
     return found
 
 
+def own_references(
+    images: Sequence[Mapping[str, Any]], folder: Path, references: Path | None, name: str, shift: int = 0
+) -> References:
+    """Return each image's own reference, and warn of images without one; ``name`` is that of the images there.
+
+    Raises:
+        InputError: as :func:`own_files`.
+    """
+    files = own_files(images, folder, references)
+    if missing := sum(file is None for file in files):
+        logger.warning("%s: %d of %d images have no reference", name, missing, len(files))
+    return References("own", files, shift=shift)
+
+
 def files_by_stem(folder: Path) -> dict[str, Path]:
-    """Return the image files below a folder by their path in it without suffix, with / between its parts."""
-    files = sorted(path for path in folder.rglob("*") if is_image_file(path))
-    return {path.relative_to(folder).with_suffix("").as_posix(): path for path in files}
+    """Return the image files below a folder by their path in it without suffix, with / between its parts.
+
+    Raises:
+        InputError: two files differ in their suffix alone.
+    """
+    found: dict[str, Path] = {}
+    for path in sorted(path for path in folder.rglob("*") if is_image_file(path)):
+        other = found.setdefault(path.relative_to(folder).with_suffix("").as_posix(), path)
+        if other is not path:
+            raise InputError(
+                f"{printable(other)} and {printable(path)} are both the reference of the image of that name: remove one"
+            )
+    return found
 
 
 def groups_of(images: Sequence[Mapping[str, Any]]) -> list[int]:

@@ -66,6 +66,13 @@ class TorchBackend:
         modules = self.model.modules()
         return any(isinstance(each, BatchFormerV2) and each.mixes_evaluated_images for each in modules)
 
+    @property
+    def reads_references(self) -> bool:
+        """True if evaluation reads a reference beside each image."""
+        modules = self.model.modules()
+        attends = any(isinstance(each, BatchFormerV2) and each.reads_references for each in modules)
+        return attends or getattr(getattr(self.model, "backbone", None), "reference", "none") != "none"
+
 
 @dataclass(frozen=True)
 class FileBackend:
@@ -74,6 +81,7 @@ class FileBackend:
     model: FileDetector
     device = torch.device("cpu")
     mixes_images = False
+    reads_references = False
 
     @property
     def precision(self) -> str:

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from time import monotonic
+from typing import Any
 
 import torch
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics
@@ -107,13 +108,15 @@ class _Job:
     least: Tensor  # (K,) score from which the detections of each class are returned
     result: Future[Prediction]
     arrived: float
+    reference: Tensor | None = None  # of the size of the image
 
 
 class Batcher:
     """Thread that collects images into batches and runs the detector.
 
     Args:
-        predictor: has the methods ``predict`` and ``least_scores`` of :class:`~detr_bf.inference.predictor.Predictor`.
+        predictor: has the backend and the methods ``predict`` and ``least_scores`` of
+            :class:`~detr_bf.inference.predictor.Predictor`.
     """
 
     def __init__(self, predictor: Predictor, options: ServingOptions, metrics: ServingMetrics) -> None:
@@ -142,13 +145,15 @@ class Batcher:
         self._on_failure = on_failure
         self._thread.start()
 
-    def submit(self, pixels: Tensor, least: Tensor) -> Future[Prediction]:
+    def submit(self, pixels: Tensor, least: Tensor, reference: Tensor | None = None) -> Future[Prediction]:
         """Put an image (3, H, W) uint8 into the queue; a result that is cancelled before its batch costs nothing.
+
+        ``reference`` is needed by a detector that reads references, and by no other.
 
         Raises:
             StoppedError: the batcher was closed or has failed.
         """
-        job = _Job(pixels, least, Future(), monotonic())
+        job = _Job(pixels, least, Future(), monotonic(), reference)
         with self._changed:
             if self._closed:
                 raise StoppedError
@@ -182,8 +187,8 @@ class Batcher:
 
     def _warm_up(self) -> None:
         """Run the detector once, which also compiles and allocates what the first image would wait for."""
-        start = monotonic()
-        self._predict([torch.zeros(3, 3, 4, dtype=torch.uint8)])
+        start, blank = monotonic(), torch.zeros(3, 3, 4, dtype=torch.uint8)
+        self._predict([blank], [blank])
         logger.info("warm-up pass: %.2f s", monotonic() - start)
 
     def _next_batch(self) -> list[_Job] | None:
@@ -220,7 +225,8 @@ class Batcher:
             return
         start = monotonic()
         try:
-            found = list(zip(jobs, self._predict([job.pixels for job in jobs]), strict=True))
+            predictions = self._predict([job.pixels for job in jobs], [job.reference for job in jobs])
+            found = list(zip(jobs, predictions, strict=True))
         except Exception as error:
             if len(jobs) > 1:
                 logger.warning("a batch of %d images failed, each is computed alone: %s", len(jobs), printable(error))
@@ -238,6 +244,7 @@ class Batcher:
         for job, each in found:
             job.result.set_result(each.above(job.least))
 
-    def _predict(self, images: list[Tensor]) -> list[Prediction]:
+    def _predict(self, images: list[Tensor], references: list[Tensor | None]) -> list[Prediction]:
         """Return all objects of each image; the requests of a batch may have different thresholds."""
-        return list(self.predictor.predict(images, len(images), 0.0, half=self.options.half))
+        given: Any = references if self.predictor.backend.reads_references else None
+        return list(self.predictor.predict(images, len(images), 0.0, half=self.options.half, reference=given))

@@ -1,10 +1,10 @@
-"""HTTP server for one detector, on FastAPI and uvicorn: each request brings an image.
+"""HTTP server for one detector, on FastAPI and uvicorn: each request brings an image, or an image and its reference.
 
 Images that arrive together are computed together. A request is checked and read in the event loop, decoded in a small
 pool of threads, and computed in the thread of :class:`~detr_bf.inference.batching.Batcher`, the only one that calls the
 model. At most ``queue`` requests are in work, and the images of at most two batches are decoded, so images need at most
-about ``queue * max_bytes + 2 * batch_size * max_pixels * 3`` bytes. Only ``detr-bf serve`` imports this module, which
-needs ``pip install 'detr_bf[serve]'``.
+about ``queue * max_bytes + 2 * batch_size * max_pixels * 3`` bytes, twice as many with references. Only ``detr-bf
+serve`` imports this module, which needs ``pip install 'detr_bf[serve]'``.
 """
 
 from __future__ import annotations
@@ -19,13 +19,17 @@ import os
 import re
 import signal
 import socket
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from email.message import Message as EmailHeaders
+from email.parser import BytesHeaderParser
 from functools import partial
 from importlib.metadata import version
+from pathlib import Path
 from time import monotonic
 from typing import Annotated, Any, Literal, TypeVar
+from urllib.parse import urlsplit
 
 import uvicorn
 from fastapi import FastAPI, HTTPException, Query, Request, Response, Security
@@ -39,10 +43,12 @@ from torch import Tensor
 
 from detr_bf.common.errors import InputError
 from detr_bf.common.text import printable
-from detr_bf.data.images import TooLargeError, decode_image
+from detr_bf.data.images import TooLargeError, decode_image, read_image
+from detr_bf.data.references import other_size
 from detr_bf.inference.batching import Batcher, ServingMetrics, ServingOptions, StoppedError
 from detr_bf.inference.prediction import Prediction
 from detr_bf.inference.predictor import Predictor
+from detr_bf.inference.references import check_given
 
 logger = logging.getLogger(__name__)
 
@@ -55,10 +61,11 @@ GRACE = 5  # seconds at shutdown: after the timeout of the last request, and for
 _REFUSAL = 0.1  # seconds until a full queue is answered: clients that try again at once would slow down the model
 _RETRY = {"Retry-After": "1"}
 _HOW = "send the image file itself as the body: curl --data-binary @photo.jpg -H 'Content-Type: image/jpeg' URL"
-_BINARY = {"schema": {"type": "string", "format": "binary"}}
-_UPLOAD = {  # of the OpenAPI description; the body is read by hand to stop at max_bytes
-    "requestBody": {"required": True, "content": {"image/*": _BINARY, "application/octet-stream": _BINARY}}
-}
+_FORM = "multipart/form-data"
+_HOW_FORM = "send a form with the two files: curl -F image=@board.png -F reference=@template.png URL"
+_FORM_BYTES = 2**16  # of a form beside its two files
+_FILE = {"type": "string", "format": "binary"}
+_BODIES = {"image/*": {"schema": _FILE}, "application/octet-stream": {"schema": _FILE}}  # in the OpenAPI description
 _STATUSES: dict[int | str, dict[str, Any]] = {
     200: {"description": "objects (as in predictions.json), width, height, seconds"},
     401: {"description": "no token, or a wrong one"},
@@ -66,6 +73,7 @@ _STATUSES: dict[int | str, dict[str, Any]] = {
     408: {"description": "the image did not arrive in time"},
     413: {"description": "too many bytes or pixels"},
     415: {"description": "not an image, or a wrong Content-Type"},
+    422: {"description": "a wrong parameter; a reference is missing or has another size than its image"},
     429: {"description": "the queue is full"},
     500: {"description": "the detector failed on this image"},
     503: {"description": "starting or shutting down"},
@@ -83,9 +91,16 @@ class PredictQuery(BaseModel):
 
 
 class DetectorService:
-    """Requests for the predictions of one detector."""
+    """Requests for the predictions of one detector.
 
-    def __init__(self, predictor: Predictor, options: ServingOptions, name: str) -> None:
+    Args:
+        reference: file with the reference of the images that come without one.
+
+    Raises:
+        InputError: the options do not fit the detector, or the reference cannot be read or is not needed.
+    """
+
+    def __init__(self, predictor: Predictor, options: ServingOptions, name: str, reference: Path | None = None) -> None:
         if predictor.backend.mixes_images and options.batch_size > 1:
             raise InputError(
                 "the images of a batch attend to each other in evaluation (batch_former.mode), so an answer would "
@@ -93,6 +108,11 @@ class DetectorService:
             )
         self.predictor, self.options, self.name = predictor, options, name
         self.max_pixels = min(options.max_pixels, predictor.max_pixels)
+        self.reads_references = predictor.backend.reads_references
+        self.reference: Tensor | None = None
+        if reference is not None:
+            check_given(self.reads_references, reference)
+            self.reference = read_image(reference, max_pixels=self.max_pixels, grey_bits=predictor.grey_bits)
         self.default_least = predictor.least_scores(options.threshold)  # an InputError now, not for each request
         self.metrics = ServingMetrics(options.batch_size)
         self.batcher = Batcher(predictor, options, self.metrics)
@@ -120,14 +140,15 @@ class DetectorService:
         """
         start = monotonic()
         self._check_ready()
-        _check_headers(request, self.options.max_bytes)
+        most, boundary = self._check_headers(request)
         least = self.default_least if threshold is None else self.predictor.least_scores(threshold)
         async with self._place_in_queue():
             late = f"the image did not arrive within {self.options.timeout:g} s"
-            data = await _until(start + self.options.timeout, self._read(request), 408, late)
+            data = await _until(start + self.options.timeout, self._read(request, most), 408, late)
             self._check_ready()
             late = f"no result within {self.options.timeout:g} s"
-            found = await _until(start + self.options.timeout, self._detect(request, data, least), 504, late)
+            files = {"body": data} if boundary is None else self._form_files(data, boundary)
+            found = await _until(start + self.options.timeout, self._detect(request, files, least), 504, late)
         height, width = found.size
         return {**found.to_dict(), "width": width, "height": height, "seconds": monotonic() - start}
 
@@ -177,29 +198,67 @@ class DetectorService:
         finally:
             self._in_work -= 1
 
-    async def _read(self, request: Request) -> bytes:
+    def _check_headers(self, request: Request) -> tuple[int, bytes | None]:
+        """Refuse what need not be read; return the most bytes of the body, and the boundary if it is a form.
+
+        A body must be declared as an image: a page of another site cannot make a browser send that without asking
+        first. It can make it send a form, with the header Origin.
+        """
+        most, boundary, header = self.options.max_bytes, None, request.headers.get("content-type", "")
+        kind = header.partition(";")[0].strip().lower()
+        if self.reads_references and kind == _FORM:
+            origin = request.headers.get("origin")
+            if origin is not None and urlsplit(origin).netloc != request.headers.get("host"):
+                raise HTTPException(403, "a form that a page of another site sends is not accepted")
+            most, boundary = 2 * most + _FORM_BYTES, _boundary(header)
+        elif not (kind.startswith("image/") or kind == "application/octet-stream"):
+            how = _HOW_FORM if self.reads_references else _HOW
+            raise HTTPException(415, f"Content-Type is {printable(kind) or 'missing'}; {how}")
+        elif self.reads_references and self.reference is None:
+            raise HTTPException(422, f"this detector compares each image with its reference: {_HOW_FORM}")
+        if (encoding := request.headers.get("content-encoding", "identity").lower()) != "identity":
+            raise HTTPException(415, f"Content-Encoding is {printable(encoding)}; {_HOW}")
+        length = request.headers.get("content-length", "0")
+        if length.isdecimal() and int(length) > most:
+            raise _too_large(self.options.max_bytes)
+        return most, boundary
+
+    def _form_files(self, data: bytes, boundary: bytes) -> dict[str, bytes]:
+        """Return the files of a form, ``image`` and ``reference``; the latter may be missing if there is a fixed one.
+
+        Raises:
+            HTTPException: the form is not complete, has other files, or one has too many bytes.
+        """
+        parts = _form_parts(data, boundary)
+        names = [name for name, _ in parts]
+        if sorted(names) != ["image", "reference"] and not (names == ["image"] and self.reference is not None):
+            given = printable(", ".join(names)) or "nothing"
+            raise HTTPException(422, f"the form has {given}, expected one image and one reference: {_HOW_FORM}")
+        if max(len(content) for _, content in parts) > self.options.max_bytes:
+            raise _too_large(self.options.max_bytes)
+        return dict(parts)
+
+    async def _read(self, request: Request, most: int) -> bytes:
         data = bytearray()
         try:
             async for chunk in request.stream():
                 data += chunk
-                if len(data) > self.options.max_bytes:
+                if len(data) > most:
                     raise _too_large(self.options.max_bytes)
         except ClientDisconnect:
             raise HTTPException(CLIENT_GONE, "the client closed the connection") from None
         return bytes(data)
 
-    async def _detect(self, request: Request, data: bytes, least: Tensor) -> Prediction:
+    async def _detect(self, request: Request, files: Mapping[str, bytes], least: Tensor) -> Prediction:
         """Decode the image and wait for its result; one whose client is gone is dropped."""
         async with self._decoded:
-            decode = partial(decode_image, data, self.max_pixels, grey_bits=self.predictor.grey_bits)
+            decode = partial(self._decode, files)
+            pixels, *others = await asyncio.get_running_loop().run_in_executor(self._decoders, decode)
+            reference = others[0] if others else self.reference
+            if reference is not None and reference.shape != pixels.shape:
+                raise HTTPException(422, other_size("given", reference, pixels))
             try:
-                pixels = await asyncio.get_running_loop().run_in_executor(self._decoders, decode)
-            except TooLargeError:
-                raise HTTPException(413, f"the image has more than {self.max_pixels:,} pixels") from None
-            except ValueError as error:
-                raise HTTPException(415, f"the body is not an image that can be used: {printable(error)}") from error
-            try:
-                return await _unless_gone(request, self.batcher.submit(pixels, least))
+                return await _unless_gone(request, self.batcher.submit(pixels, least, reference))
             except StoppedError:
                 raise HTTPException(503, "the detector has failed", _RETRY) from None
             except InputError as error:
@@ -209,20 +268,43 @@ class DetectorService:
             except Exception as error:  # the batcher has logged it
                 raise HTTPException(500, "the detector failed on this image") from error
 
+    def _decode(self, files: Mapping[str, bytes]) -> list[Tensor]:
+        """Return the pixels (3, H, W) of the body, or of the image and its reference."""
+        decoded = []
+        for name in ("body", "image", "reference"):
+            try:
+                if name in files:
+                    decoded.append(decode_image(files[name], self.max_pixels, grey_bits=self.predictor.grey_bits))
+            except TooLargeError:
+                shown = name.replace("body", "image")
+                raise HTTPException(413, f"the {shown} has more than {self.max_pixels:,} pixels") from None
+            except ValueError as error:
+                raise HTTPException(415, f"the {name} is not an image that can be used: {printable(error)}") from error
+        return decoded
 
-def _check_headers(request: Request, max_bytes: int) -> None:
-    """Refuse what need not be read.
 
-    A body must be declared as an image: a page of another site cannot make a browser send that without asking first.
-    """
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if not (kind.startswith("image/") or kind == "application/octet-stream"):
-        raise HTTPException(415, f"Content-Type is {printable(kind) or 'missing'}; {_HOW}")
-    if (encoding := request.headers.get("content-encoding", "identity").lower()) != "identity":
-        raise HTTPException(415, f"Content-Encoding is {printable(encoding)}; {_HOW}")
-    length = request.headers.get("content-length", "0")
-    if length.isdecimal() and int(length) > max_bytes:
-        raise _too_large(max_bytes)
+def _boundary(content_type: str) -> bytes:
+    """Return the boundary of a form; HTTPException if there is none."""
+    header = EmailHeaders()
+    header["Content-Type"] = content_type
+    boundary = header.get_boundary()
+    if not boundary:
+        raise HTTPException(415, f"Content-Type is {_FORM} without a boundary; {_HOW_FORM}")
+    return boundary.encode("latin-1", errors="replace")
+
+
+def _form_parts(data: bytes, boundary: bytes) -> list[tuple[str, bytes]]:
+    """Return name and content of the parts of a form (RFC 7578); HTTPException if its end is missing."""
+    _, *parts = (b"\r\n" + data).split(b"\r\n--" + boundary)
+    ends = [index for index, part in enumerate(parts) if part.startswith(b"--")]
+    if not ends:
+        raise HTTPException(422, f"the form is not complete; {_HOW_FORM}")
+    found = []
+    for part in parts[: ends[0]]:
+        headers, _, content = part.partition(b"\r\n\r\n")
+        name = BytesHeaderParser().parsebytes(headers.lstrip()).get_param("name", "", "Content-Disposition")
+        found.append((str(name), content))
+    return found
 
 
 def _too_large(max_bytes: int) -> HTTPException:
@@ -329,9 +411,15 @@ def build_app(service: DetectorService) -> FastAPI:
     )
     app.add_middleware(_Gate, service=service)
 
-    @app.post("/predict", openapi_extra=_UPLOAD, responses=_STATUSES, response_class=JSONResponse)
+    bodies: dict[str, Any] = {} if service.reads_references and service.reference is None else dict(_BODIES)
+    if service.reads_references:
+        form = {"type": "object", "properties": {"image": _FILE, "reference": _FILE}}
+        bodies[_FORM] = {"schema": {**form, "required": ["image"] if bodies else ["image", "reference"]}}
+    upload = {"requestBody": {"required": True, "content": bodies}}  # the body is read by hand to stop at max_bytes
+
+    @app.post("/predict", openapi_extra=upload, responses=_STATUSES, response_class=JSONResponse)
     async def predict(request: Request, query: Annotated[PredictQuery, Query()]) -> Response:
-        """Detect objects in the image that is the body (JPEG, PNG, WebP, BMP, TIFF, GIF or AVIF)."""
+        """Detect objects in an image (JPEG, PNG, WebP, BMP, TIFF, GIF or AVIF), the body or a file of a form."""
         found = await service.predict(request, query.threshold)
         return Response(json.dumps(found), media_type="application/json")
 

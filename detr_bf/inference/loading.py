@@ -253,9 +253,12 @@ def _evaluated_split(config: RunConfig, overrides: Sequence[str], folder: str | 
             raise InputError(f"a folder beside RUN is for detectors, and this is task={config.task}: give data.val=DIR")
         return []
     data = config.data
-    chosen = any(name.startswith(("data.val", "data.fold")) for name in names)
-    if "data.root" not in names or not data.root or chosen:
+    chosen = any(name.startswith(("data.val", "data.fold")) for name in names - {"data.val.references"})
+    if "data.root" not in names or not data.root:
         return []
+    stale = ["data.val.references=''"] * bool(data.val.references and "data.val.references" not in names)
+    if chosen:
+        return stale
     if folder is None and (data.folds or data.val_fraction):
         return []  # data.root=DIR: the images of the run in another place, divided as in training
     found = read_folder(Path(data.root), data.format)
@@ -263,6 +266,7 @@ def _evaluated_split(config: RunConfig, overrides: Sequence[str], folder: str | 
     split = next((name for name in (data.val.split, *VAL_NAMES) if name in known), ".")
     return [
         f"data.val.split={json.dumps(split)}",
+        *stale,  # they belong to the images of the run
         *(["data.train.split=null"] if data.train.split else []),
         *(["data.val_fraction=0"] if data.val_fraction else []),
         *(["data.folds=0", "data.fold=0"] if data.folds else []),

@@ -11,23 +11,23 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, cast, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypedDict, cast, overload
 
 import torch
 from torch import Tensor
 
 from detr_bf.assembly import build_eval_transform, build_panoptic_postprocess, build_postprocess
 from detr_bf.common.errors import InputError
-from detr_bf.common.files import is_folder
 from detr_bf.common.progress import progress_bar
-from detr_bf.common.structures import Batch, ClassMap
+from detr_bf.common.structures import Batch, ClassMap, Target
 from detr_bf.common.text import printable
 from detr_bf.config import DetectionConfig
 from detr_bf.data.batches import SameSizeBatches
-from detr_bf.data.coco import CocoAnnotations, CocoDetection
+from detr_bf.data.coco import CocoAnnotations, CocoDetection, read_annotations
 from detr_bf.data.images import MAX_PIXELS
 from detr_bf.data.inputs import ImageLike, by_size, check_batch_size, chunks, image_files, image_pixels, is_url
 from detr_bf.data.loader import make_loader
+from detr_bf.data.references import own_references
 from detr_bf.data.transforms import SampleTransform, eval_sample
 from detr_bf.data.video import VideoFrame, read_frames
 from detr_bf.detectors import Detector
@@ -39,7 +39,8 @@ from detr_bf.export.precision import EXPORT_PRECISIONS, calibration_files
 from detr_bf.export.sharing import SourceCheckpoint, save_shared
 from detr_bf.inference.backends import Backend
 from detr_bf.inference.prediction import FramePrediction, PanopticPrediction, PictureList, Prediction, summary
-from detr_bf.inference.tiling import check_tile, join_tiles, tiles_of
+from detr_bf.inference.references import NO_REFERENCES, GivenReferences, ReferenceLike, check_given, names_folder
+from detr_bf.inference.tiling import TilePlace, check_tile, join_tiles, tiles_of
 from detr_bf.interop.hub import send_folder
 from detr_bf.interop.transformers_folder import write_transformers_folder
 from detr_bf.losses.postprocess import PanopticPostprocess, Postprocess
@@ -50,7 +51,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 NumberedImages: TypeAlias = list[tuple[int, ImageLike]]
-ReadImage: TypeAlias = tuple[int, ImageLike, Tensor]  # number, the image as given, and its pixels
+
+
+class ReadImage(NamedTuple):
+    """An image that was read."""
+
+    number: int
+    given: ImageLike
+    pixels: Tensor  # (3, H, W) uint8
+    reference: Tensor | None = None  # likewise
 
 
 class PanopticOptions(TypedDict, total=False):
@@ -60,6 +69,7 @@ class PanopticOptions(TypedDict, total=False):
     device: str | torch.device | None
     half: bool
     bgr: bool
+    reference: ReferenceLike | None
 
 
 class CallOptions(PanopticOptions, total=False):
@@ -99,6 +109,8 @@ class Predictor:
     - ``half``: compute in float16 on a GPU and in bfloat16 on a CPU, where autocast allows it.
     - ``tile``: (size, overlap) in pixels: detect in square parts of a large image and join the objects at their
       borders, see :mod:`detr_bf.inference.tiling`.
+    - ``reference``: of a detector that compares each image with its reference, an aligned image of the same size: one
+      image for all, one for each in their order, or a folder in which the reference of an image file has its name.
     """
 
     backend: Backend  # computes batches
@@ -151,12 +163,13 @@ class Predictor:
         half: bool = False,
         tile: tuple[int, int] | None = None,
         bgr: bool = False,
+        reference: ReferenceLike | None = None,
     ) -> Prediction | list[Prediction]:
         """Detect in one image; in a list or tuple of images, or in a folder, as :meth:`predict` does.
 
         Args:
             image, threshold: see the class.
-            batch_size, device, half, tile, bgr: as of :meth:`predict`.
+            batch_size, device, half, tile, bgr, reference: as of :meth:`predict`.
 
         Returns:
             A prediction, or a list of them.
@@ -164,11 +177,13 @@ class Predictor:
         Raises:
             InputError: it is no image, or cannot be read; an argument has a wrong value.
         """
-        if isinstance(image, (list, tuple)) or _is_folder(image):
-            return PictureList(self.predict(image, batch_size, threshold, device=device, half=half, tile=tile, bgr=bgr))
+        if isinstance(image, (list, tuple)) or names_folder(image):
+            same = partial(self.predict, device=device, half=half, tile=tile, bgr=bgr, reference=reference)
+            return PictureList(same(image, batch_size, threshold))
         check_batch_size(batch_size)
         call = _Call(self.backend.on(device), self.least_scores(threshold), batch_size, half, check_tile(tile))
-        (found,) = self._predict(self._read(iter([[(0, image)]]), bgr=bgr, single=True), call)
+        references = self.references(reference, image, bgr=bgr)
+        (found,) = self._predict(self._read(iter([[(0, image)]]), references, bgr=bgr, single=True), call)
         return found
 
     @overload
@@ -185,11 +200,12 @@ class Predictor:
         device: str | torch.device | None = None,
         half: bool = False,
         bgr: bool = False,
+        reference: ReferenceLike | None = None,
     ) -> PanopticPrediction | list[PanopticPrediction]:
         """Return the panoptic map of one image, or a list of those of a list, tuple or folder.
 
         Args:
-            image, batch_size, device, half, bgr: as of :meth:`predict`.
+            image, batch_size, device, half, bgr, reference: as of :meth:`predict`.
 
         Raises:
             InputError: the detector has no mask head, or as :meth:`__call__`.
@@ -197,13 +213,14 @@ class Predictor:
         if self.model.mask_head is None:
             raise InputError("this detector has no mask head: train one with model.masks=true, on data with masks")
         check_batch_size(batch_size)
-        several, from_folder = isinstance(image, (list, tuple)), _is_folder(image)
+        references = self.references(reference, image, bgr=bgr)
+        several, from_folder = isinstance(image, (list, tuple)), names_folder(image)
         given = list(image_files([Path(image)])) if from_folder else image if several else [image]
         single, backend = not (several or from_folder), self.backend.on(device)
         compute = partial(backend.compute, convert=self.panoptic_postprocess, half=half)
         found = []
-        for images in self._read(chunks(given, batch_size), bgr=bgr, skip=from_folder, single=single):
-            samples = [eval_sample(self.transform, pixels, number) for number, _, pixels in images]
+        for images in self._read(chunks(given, batch_size), references, bgr=bgr, skip=from_folder, single=single):
+            samples = [self._sample(each, (0, 0, each.pixels.shape[-1], each.pixels.shape[-2])) for each in images]
             maps = by_size(samples, compute, together=backend.mixes_images)
             for each, read in zip(maps, images, strict=True):
                 found.append(PanopticPrediction(**vars(each), **self._image_fields(read)))
@@ -219,27 +236,29 @@ class Predictor:
         half: bool = False,
         tile: tuple[int, int] | None = None,
         bgr: bool = False,
+        reference: ReferenceLike | None = None,
     ) -> Iterator[Prediction]:
         """Detect in many images, one after the other, in their order; ``image_id`` is the index, from 0.
 
         Args:
             images: images, or a folder: its image files and those of its subfolders, by name. Files of a folder that
-                cannot be read are left out, and listed in a warning at the end.
+                cannot be read, or have no reference, are left out, and listed in a warning at the end.
             batch_size: images, or with ``tile`` parts, that are detected together. Those that are resized to one size
                 share a forward pass, so that no image is padded and none depends on the others.
-            threshold, half, tile, bgr: see the class.
+            threshold, half, tile, bgr, reference: see the class.
             device: where to compute, by default on the predictor's device; for another, a copy of the model is made
                 at the first call and kept.
 
         Raises:
             InputError: ``images`` is a single image, one of them is no image or cannot be read, or an argument has a
-                wrong value.
+                wrong value; a reference is missing, has another size than its image, or nothing reads it.
         """
         call = _Call(self.backend.on(device), self.least_scores(threshold), batch_size, half, check_tile(tile))
-        from_folder = _is_folder(images)
+        from_folder = names_folder(images)
         given: Any = list(image_files([Path(images)])) if from_folder else images  # type: ignore[arg-type]
         numbered = chunks(given, batch_size if tile is None else 1)  # the parts of one image are many
-        return self._predict(self._read(numbered, bgr=bgr, skip=from_folder), call)
+        references = self.references(reference, images, bgr=bgr)
+        return self._predict(self._read(numbered, references, bgr=bgr, skip=from_folder), call)
 
     def predict_video(
         self,
@@ -253,6 +272,7 @@ class Predictor:
         device: str | torch.device | None = None,
         half: bool = False,
         tile: tuple[int, int] | None = None,
+        reference: ImageLike | None = None,
     ) -> Iterator[FramePrediction]:
         """Detect in the frames of a video file, a stream or a camera, in their order; needs ``pip install av``.
 
@@ -262,6 +282,7 @@ class Predictor:
             live, reconnect: as of :func:`~detr_bf.data.video.read_frames`; by default only the newest frame of a live
                 source is taken, and those that came during a detection are left out.
             batch_size, threshold, device, half, tile: as of :meth:`predict`.
+            reference: one image for all frames.
 
         Raises:
             InputError: as :func:`~detr_bf.data.video.read_frames`, also after the last readable frame of a damaged
@@ -269,10 +290,16 @@ class Predictor:
         """
         check_batch_size(batch_size)
         call = _Call(self.backend.on(device), self.least_scores(threshold), batch_size, half, check_tile(tile))
+        if names_folder(reference):
+            raise InputError(f"{printable(reference)} is a folder: give one reference image for all frames of a video")
+        references = self.references(reference, str(video))
         frames = read_frames(video, every=every, live=live, reconnect=reconnect, max_pixels=self.max_pixels)
-        return self._predict_frames(frames, call, f"camera {video}" if isinstance(video, int) else str(video))
+        source = f"camera {video}" if isinstance(video, int) else str(video)
+        return self._predict_frames(frames, call, source, references)
 
-    def _predict_frames(self, frames: Iterator[VideoFrame], call: _Call, source: str) -> Iterator[FramePrediction]:
+    def _predict_frames(
+        self, frames: Iterator[VideoFrame], call: _Call, source: str, references: GivenReferences
+    ) -> Iterator[FramePrediction]:
         damage: list[InputError] = []
 
         def until_damage() -> Iterator[VideoFrame]:  # the frames before it are a batch as well
@@ -283,7 +310,10 @@ class Predictor:
 
         readable = until_damage()
         while batch := list(islice(readable, call.batch_size if call.tile is None else 1)):
-            found = self._predictions([(each.number, each.pixels, each.pixels) for each in batch], call)
+            pixels = [each.pixels for each in batch]
+            partners = [references(each.pixels, each.pixels, f"frame {each.number}") for each in batch]
+            numbers = [each.number for each in batch]
+            found = self._predictions(list(map(ReadImage, numbers, pixels, pixels, partners)), call)
             for frame, each in zip(batch, found, strict=True):
                 fields = {**vars(each), "source": source}
                 yield FramePrediction(**fields, frame=frame.number, seconds=frame.seconds)
@@ -298,6 +328,7 @@ class Predictor:
         batch_size: int = 8,
         workers: int = 0,
         half: bool = False,
+        references: str | Path | None = None,
     ) -> Result:
         """Evaluate on annotated images as ``detr-bf evaluate`` does; boxes, and masks of a detector with a mask head.
 
@@ -307,17 +338,27 @@ class Predictor:
             batch_size: images of a forward pass; only images of one size are in a batch.
             workers: processes that read images.
             half: see the class.
+            references: of a detector that compares each image with its reference: the folder of the files that the
+                key ``template`` of the images names, or that have the names of the images; None: ``images``.
 
         Returns:
             Average precision, overall and by class, with the thresholds of the highest F1. ``print`` shows one line.
 
         Raises:
-            InputError: a file cannot be read or is not valid, or the classes are others.
+            InputError: a file cannot be read or is not valid, or the classes are others; no image has a reference,
+                or nothing reads them.
         """
         annotations = Path(annotations) if isinstance(annotations, str) else annotations
         masks = self.model.mask_head is not None
         check_batch_size(batch_size)
-        data = CocoDetection(Path(images), annotations, self.transform, self.class_map, **self._limits)
+        own = None
+        if self.backend.reads_references:
+            folder = None if references is None else Path(references)
+            own = own_references(read_annotations(annotations).images, Path(images), folder, "the images")
+        else:
+            check_given(False, references)
+        limits = self._limits
+        data = CocoDetection(Path(images), annotations, self.transform, self.class_map, references=own, **limits)
         most = self.postprocess.max_detections
         boxes = CocoEvaluator(annotations, self.class_map, max_detections=most, images=data.folder, masks=masks)
         batches = SameSizeBatches(data.sizes, batch_size)
@@ -437,7 +478,7 @@ class Predictor:
             source="given" if given else "synthetic",
             license=license,
             precision=precision,
-            calibration=(pixels for read in scales for _, _, pixels in read),
+            calibration=(each.pixels for read in scales for each in read),
             evaluate=evaluate,
             device=device,
         )
@@ -448,8 +489,25 @@ class Predictor:
             raise InputError(f"only a detector that detr_bf.load has read from a checkpoint can be {purpose}")
         return self.origin
 
+    def references(
+        self, given: ReferenceLike | None, images: object, folders: Sequence[Path] = (), *, bgr: bool = False
+    ) -> GivenReferences:
+        """Return the references of images, read as images are; the arguments are those of the returned class.
+
+        Raises:
+            InputError: as there; the detector reads references and none is given, or the reverse.
+        """
+        check_given(self.backend.reads_references, given)
+        return GivenReferences(given, partial(image_pixels, bgr=bgr, **self._limits), images, folders)
+
     def _read(
-        self, lists: Iterator[NumberedImages], *, bgr: bool = False, skip: bool = False, single: bool = False
+        self,
+        lists: Iterator[NumberedImages],
+        references: GivenReferences = NO_REFERENCES,
+        *,
+        bgr: bool = False,
+        skip: bool = False,
+        single: bool = False,
     ) -> Iterator[list[ReadImage]]:
         """Yield the images of each list; with ``skip`` those that cannot be read are left out."""
         unreadable, count = [], 0
@@ -458,7 +516,8 @@ class Predictor:
             for number, image in chunk:
                 name = "the image" if single else f"image {number}"
                 try:
-                    read.append((number, image, image_pixels(image, name, bgr=bgr, **self._limits)))
+                    pixels = image_pixels(image, name, bgr=bgr, **self._limits)
+                    read.append(ReadImage(number, image, pixels, references(image, pixels, name)))
                 except InputError as error:
                     if not skip:
                         raise
@@ -469,11 +528,11 @@ class Predictor:
             raise InputError("\n  ".join(["no image can be read:", *unreadable]))
         if unreadable:
             total, listed = len(unreadable) + count, "\n  ".join(unreadable)
-            logger.warning("%d of %d images cannot be read and were left out:\n  %s", len(unreadable), total, listed)
+            logger.warning("%d of %d %s and were left out:\n  %s", len(unreadable), total, references.unusable, listed)
 
     def _image_fields(self, image: ReadImage) -> dict[str, Any]:
         """Return the fields of a :class:`~detr_bf.inference.prediction.PredictedImage`."""
-        _, given, pixels = image
+        given, pixels = image.given, image.pixels
         source = str(given) if isinstance(given, (str, os.PathLike)) else ""
         return {
             "class_map": self.class_map,
@@ -494,13 +553,9 @@ class Predictor:
             yield from self._predictions(images, call)
 
     def _predictions(self, images: Sequence[ReadImage], call: _Call) -> Iterator[Prediction]:
-        sizes = [(pixels.shape[-2], pixels.shape[-1]) for _, _, pixels in images]
+        sizes = [(image.pixels.shape[-2], image.pixels.shape[-1]) for image in images]
         parts = [tiles_of(size, call.tile) for size in sizes]
-        samples = (
-            eval_sample(self.transform, pixels[:, y0:y1, x0:x1], number)
-            for (number, _, pixels), places in zip(images, parts, strict=True)
-            for x0, y0, x1, y1 in places
-        )
+        samples = (self._sample(image, place) for image, places in zip(images, parts, strict=True) for place in places)
         detect = partial(call.backend.compute, convert=self.postprocess, half=call.half)
         found = (
             each.above(call.least)
@@ -511,10 +566,18 @@ class Predictor:
             joined, fields = join_tiles([(place, next(found)) for place in places], size), self._image_fields(image)
             if not (joined.boxes.isfinite().all() and joined.scores.isfinite().all()):
                 raise InputError(
-                    f"{printable(fields['source']) or f'image {image[0]}'}: the detector's boxes or scores are not "
+                    f"{printable(fields['source']) or f'image {image.number}'}: the detector's boxes or scores are not "
                     f"finite: {'give half=False' if call.half else 'take an earlier checkpoint, or train it anew'}"
                 )
             yield Prediction(**vars(joined), **fields)
+
+    def _sample(self, image: ReadImage, place: TilePlace) -> tuple[Tensor, Target, Tensor | None]:
+        """Return a part of an image, transformed, with its target and the same part of the reference."""
+        x0, y0, x1, y1 = place
+        pixels, target = eval_sample(self.transform, image.pixels[:, y0:y1, x0:x1], image.number)
+        if image.reference is None:
+            return pixels, target, None
+        return pixels, target, eval_sample(self.transform, image.reference[:, y0:y1, x0:x1], image.number)[0]
 
     def least_scores(self, threshold: float | str | None = None) -> Tensor:
         """Return the score from which the detections of each class are returned, (K,) float64 on the CPU.
@@ -533,7 +596,3 @@ class Predictor:
                 f"got {printable(repr(threshold))}"
             )
         return torch.full((self.class_map.num_classes,), float(threshold), dtype=torch.float64)
-
-
-def _is_folder(images: object) -> bool:
-    return isinstance(images, (str, os.PathLike)) and is_folder(Path(images))

@@ -65,7 +65,7 @@ def _write_errors(folder: RunFolder, config: DetectionConfig, threshold: float, 
     assert boxes.precision is not None, "the boxes are summarized"
     assert result is not None, "and everything else"
     images, missing = boxes.errors, evaluation.missing
-    data = build_val_data(config, classes, transform=lambda sample: sample)
+    data = build_val_data(config, classes, transform=lambda sample: sample, references=False)
     index = {image_id: number for number, image_id in enumerate(data.image_ids)}
     most = min(config.eval.pictures, MOST_ERROR_PICTURES)
     with tolerating(str(folder.errors)):
@@ -134,7 +134,7 @@ def _panoptic_rows(
 
 def _shown_images(config: DetectionConfig, class_map: ClassMap) -> Iterator[tuple[Tensor, Target]]:
     """Yield images spread evenly over the validation split, not resized."""
-    data = build_val_data(config, class_map, transform=lambda sample: sample)
+    data = build_val_data(config, class_map, transform=lambda sample: sample, references=False)
     for index in torch.linspace(0, len(data) - 1, min(config.eval.pictures, len(data))).tolist():
         image, target, *_ = data[SampleKey(0, round(index))]
         yield image, target

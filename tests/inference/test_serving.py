@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -104,8 +105,10 @@ class Held:
 class Running:
     """Server in a thread of this process."""
 
-    def __init__(self, predictor: Any, **options: Any) -> None:
-        self.service = DetectorService(predictor, ServingOptions(**options), "tiny")
+    def __init__(
+        self, predictor: Any, service: Callable[..., DetectorService] = DetectorService, **options: Any
+    ) -> None:
+        self.service = service(predictor, ServingOptions(**options), "tiny")
         self.server = DetectorServer(self.service)
         listening = listen("127.0.0.1", 0)
         self.url = address(listening)[0]
@@ -667,6 +670,102 @@ def test_attention_between_the_images_of_a_batch_is_refused(tmp_path: Path) -> N
     DetectorService(predictor, ServingOptions(batch_size=1), "mini")
 
 
+@pytest.fixture(scope="module")
+def comparing(tmp_path_factory: pytest.TempPathFactory) -> Predictor:
+    """Load a detector that compares each image with its reference."""
+    path = tmp_path_factory.mktemp("comparing") / "tiny.pt"
+    changes = ["batch_former.references=true", "batch_former.mode=single_stream_inference", "data.reference=own"]
+    sizes = ["data.transforms.eval_short_side=64", "data.transforms.max_size=128"]
+    checkpoint(*changes, *sizes, average=False).save(path)
+    return detr_bf.load(path, "cpu")
+
+
+def post_form(server: Running, **files: bytes) -> httpx.Response:
+    return server.client.post("/predict", params={"threshold": 0}, files=files)
+
+
+def test_a_form_brings_image_and_reference(comparing: Predictor) -> None:
+    turned = io.BytesIO()
+    Image.open(io.BytesIO(photo(3, 40, 60))).save(turned, "JPEG")
+    with running(comparing, max_wait=0) as server:
+        for image, reference in ((photo(1), photo(2)), (photo(2), photo(1)), (turned.getvalue(), photo(4, 40, 60))):
+            answer = post_form(server, image=image, reference=reference)
+            assert answer.status_code == 200, answer.text
+            assert answer.json()["objects"] == objects(comparing(image, 0.0, reference=reference))
+        body = server.client.get("/openapi.json").json()["paths"]["/predict"]["post"]["requestBody"]["content"]
+        assert body["multipart/form-data"]["schema"]["required"] == ["image", "reference"]
+        assert len(body) == 1
+
+
+def test_requests_of_a_batch_keep_their_references(comparing: Predictor) -> None:
+    held = Held(comparing)
+    with running(held, max_wait=20, batch_size=3) as server:
+        numbers = range(3)
+        futures = [
+            server.threads.submit(post_form, server, image=photo(number), reference=photo(number + 10))
+            for number in numbers
+        ]
+        answers = [future.result(SECONDS) for future in futures]
+        assert held.sizes == [3]
+    for number, answer in zip(numbers, answers, strict=True):
+        expected = objects(comparing(photo(number), 0.0, reference=photo(number + 10)))
+        assert close_to(answer.json()["objects"], expected, score=1e-4, pixels=1e-2)
+
+
+def test_a_reference_can_be_fixed_when_the_server_starts(comparing: Predictor, tmp_path: Path) -> None:
+    path = tmp_path / "template.png"
+    path.write_bytes(photo(7))
+    service = partial(DetectorService, reference=path)
+    with running(comparing, service=service) as server:
+        found = server.predict(photo(1), params={"threshold": 0})
+        assert found.json()["objects"] == objects(comparing(photo(1), 0.0, reference=photo(7)))
+        assert post_form(server, image=photo(1)).json()["objects"] == found.json()["objects"]
+        own = post_form(server, image=photo(1), reference=photo(2)).json()["objects"]
+        assert own == objects(comparing(photo(1), 0.0, reference=photo(2)))
+        other = server.predict(photo(1, 33, 57))
+        assert other.status_code == 422
+        assert "the reference given has 64 x 48 pixels (width x height) and its image 33 x 57" in other.text
+
+
+def test_requests_without_a_usable_reference(comparing: Predictor, detector: Predictor) -> None:
+    image, other, most = photo(1), photo(2, 33, 57), 20_000
+    large = photo(1) + bytes(most)
+    form = b'--x\r\nContent-Disposition: form-data; name="image"\r\n\r\n' + image
+    with running(comparing, max_bytes=most) as server:
+        for answer, status, said in (
+            (server.predict(image), 422, "this detector compares each image with its reference: send a form"),
+            (post_form(server, image=image), 422, "the form has image, expected one image and one reference"),
+            (post_form(server, image=image, template=other), 422, "the form has image, template, expected"),
+            (post_form(server, image=image, reference=other), 422, "33 x 57 pixels (width x height) and its image 64"),
+            (post_form(server, image=image, reference=b"text"), 415, "the reference is not an image"),
+            (post_form(server, image=b"text", reference=image), 415, "the image is not an image"),
+            (post_form(server, image=image, reference=large), 413, "more than 20,000 bytes"),
+            (post_form(server, image=large + large, reference=large * 2), 413, "more than 20,000 bytes"),
+            (send(server, form, "multipart/form-data; boundary=x"), 422, "the form is not complete"),
+            (send(server, form + b"\r\n--x--", "multipart/form-data; boundary=x"), 422, "the form has image, expected"),
+            (send(server, form, "multipart/form-data"), 415, "without a boundary"),
+            (send(server, b"", 'multipart/form-data; boundary="x'), 422, "the form is not complete"),
+            (send(server, b"\r\n--x\r\n\r\n\r\n--x--", "multipart/form-data; boundary=x"), 422, "expected one image"),
+            (send(server, image, "text/plain"), 415, "send a form with the two files"),
+        ):
+            assert (answer.status_code, said in answer.text) == (status, True), answer.text
+        assert post_form(server, image=image, reference=image).status_code == 200
+    with running(detector) as server:
+        assert post_form(server, image=image, reference=image).status_code == 415
+
+
+def send(server: Running, body: bytes, kind: str) -> httpx.Response:
+    return server.client.post("/predict", content=body, headers={"Content-Type": kind})
+
+
+def test_a_form_of_a_page_of_another_site_is_refused(comparing: Predictor) -> None:
+    files = {"image": photo(1), "reference": photo(2)}
+    with running(comparing) as server:
+        for origin, status in (("https://example.com", 403), ("null", 403), (server.url, 200)):
+            answer = server.client.post("/predict", files=files, headers={"Origin": origin})
+            assert answer.status_code == status, origin
+
+
 def test_closing_the_batcher_computes_what_is_left(detector: Predictor) -> None:
     held = Held(detector)
     batcher = Batcher(held, ServingOptions(batch_size=4, max_wait=20.0), ServingMetrics(4))  # type: ignore[arg-type]
@@ -707,6 +806,7 @@ def test_a_taken_port_is_an_error(weights: Path, capsys: pytest.CaptureFixture[s
         (("--token-file", "missing"), "missing"),
         (("--token-file", "/dev/null"), "/dev/null"),
         (("--token-file", "empty"), "token"),
+        (("--reference", "empty"), "this detector reads none when it predicts"),
     ],
 )
 def test_wrong_arguments(

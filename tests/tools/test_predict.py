@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -67,6 +68,17 @@ def test_images_of_one_name_have_pictures_of_their_own(weights: Path, photos: Pa
     assert predict(weights, tmp_path / "out", photos) == 0
     pictures = {path.name for path in (tmp_path / "out").glob("*.png")}
     assert pictures == {"0000_x.png", "0001_y.png", "0002_x.png"}
+
+
+def test_grey_images_of_16_bits_are_scaled_as_in_training(tmp_path: Path) -> None:
+    made = checkpoint("data.transforms.eval_short_side=32", "data.grey_bits=12", average=False)
+    made.save(tmp_path / "tiny.pt")
+    values = np.random.default_rng(0).integers(0, 256, (30, 40), dtype=np.uint16)  # 8 of 12 bits: a dark image
+    Image.fromarray(values).save(tmp_path / "dark.png")
+    assert predict(tmp_path / "tiny.pt", tmp_path / "out", tmp_path / "dark.png") == 0
+    (found,) = json.loads((tmp_path / "out" / "predictions.json").read_text())
+    expected = detr_bf.load(tmp_path / "tiny.pt", "cpu")(tmp_path / "dark.png", 0.0)
+    assert found["objects"] == json.loads(expected.to_json())["objects"]
 
 
 def test_a_broken_image_is_left_out_and_named(
