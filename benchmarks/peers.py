@@ -200,7 +200,7 @@ def onnx_of(model: Detector, config: DetectionConfig) -> OnnxDetector:
     image = torch.randint(0, 256, (3, 256, 320), dtype=torch.uint8, generator=torch.Generator().manual_seed(SEED))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "peer.onnx"
-        export_detector(path, exported, ExportSignature(batch=1), [image], source="synthetic")
+        export_detector(path, exported, ExportSignature(batch=1), [(image, None)], source="synthetic")
         return OnnxDetector(str(path), path.name)
 
 

@@ -1,4 +1,4 @@
-"""Detect with a file of 'detr-bf export', without torch: python onnx_numpy.py model.onnx photo.jpg drawn.png."""
+"""Detect without torch: python onnx_numpy.py model.onnx photo.jpg drawn.png [reference.jpg, if the file reads one]."""
 
 import json
 import sys
@@ -16,8 +16,7 @@ def resized_size(width: int, height: int, rule: dict) -> tuple[int, int]:
         limits = rule["width"], rule["height"]
         scale = min(limits[0] / width, limits[1] / height)
         return tuple(min(limit, max(1, round(s * scale))) for limit, s in zip(limits, (width, height), strict=True))
-    short, long = min(width, height), max(width, height)
-    side = rule["side"]
+    short, long, side = min(width, height), max(width, height), rule["side"]
     if long / short * side > rule["longest"]:
         side = max(1, round(rule["longest"] * short / long))
     return (side * width // short, side) if width >= height else (side, side * height // short)
@@ -39,18 +38,19 @@ def detections(found: dict, softmax: bool, limit: int) -> tuple[np.ndarray, np.n
     return scores[query, label], label, boxes[query]
 
 
-model, photo, output = sys.argv[1:]
+model, photo, output, *reference = sys.argv[1:]
 session = ort.InferenceSession(model, providers=["CPUExecutionProvider"])
 meta = {k: v if k == "format" else json.loads(v) for k, v in session.get_modelmeta().custom_metadata_map.items()}
-image = ImageOps.exif_transpose(Image.open(photo)).convert("RGB")
-small = np.asarray(image.resize(resized_size(*image.size, meta["resize"]), Image.Resampling.BILINEAR))
-batch = np.zeros((meta["form"]["batch"] or 1, 3, *(meta["form"]["size"] or small.shape[:2])), np.uint8)
-batch[:, :, : small.shape[0], : small.shape[1]] = small.transpose(2, 0, 1)
-feeds = {"images": batch, "sizes": np.array([small.shape[:2]] * len(batch), np.int64)}
-names = [each.name for each in session.get_outputs()]
-values = session.run(names, {each.name: feeds[each.name] for each in session.get_inputs()})
-draw = ImageDraw.Draw(image)
-found = dict(zip(names, values, strict=True))
+image, *others = (ImageOps.exif_transpose(Image.open(file)).convert("RGB") for file in (photo, *reference))
+width, height = resized_size(*image.size, meta["resize"])
+shape = (meta["form"]["batch"] or 1, 3, *(meta["form"]["size"] or (height, width)))
+feeds = {"sizes": np.array([(height, width)] * shape[0], np.int64)}
+for name, picture in zip(("images", "references"), (image, *others), strict=False):
+    feeds[name] = np.zeros(shape, np.uint8)
+    small = np.asarray(picture.resize((width, height), Image.Resampling.BILINEAR))
+    feeds[name][:, :, :height, :width] = small.transpose(2, 0, 1)
+values = session.run(None, {each.name: feeds[each.name] for each in session.get_inputs()})
+found, draw = dict(zip((each.name for each in session.get_outputs()), values, strict=True)), ImageDraw.Draw(image)
 scores, labels, boxes = detections(found, meta["scores"] == "softmax", meta["max_detections"])
 for score, label, box in zip(scores, labels, boxes * [*image.size, *image.size], strict=True):
     if score >= meta["threshold"]:

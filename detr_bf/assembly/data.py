@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from operator import attrgetter
@@ -18,6 +18,7 @@ from detr_bf.common import distributed
 from detr_bf.common.errors import InputError
 from detr_bf.common.extensions import extended
 from detr_bf.common.structures import Batch, ClassMap
+from detr_bf.common.text import printable
 from detr_bf.config import DetectionConfig
 from detr_bf.config.data import DataConfig, SplitConfig
 from detr_bf.data.augment import Augmentation
@@ -25,6 +26,7 @@ from detr_bf.data.batches import SampleKey
 from detr_bf.data.checks.learning import Training
 from detr_bf.data.coco import CocoAnnotations, CocoDetection, Source, read_annotations
 from detr_bf.data.columns import values_of
+from detr_bf.data.inputs import real_path
 from detr_bf.data.loader import BatchLoader, make_loader
 from detr_bf.data.references import References, groups_of, own_references
 from detr_bf.data.transforms import TRANSFORMS, SampleTransform, eval_transform, resized_size, train_transform
@@ -64,14 +66,48 @@ def build_references(config: DetectionConfig, split: str, folder: Path, content:
     if data.reference == "none" or (split == "val" and not config.references_in_evaluation):
         return None
     if data.reference == "own":
-        from_train = split == "val" and (data.folds or data.val_fraction)
-        given: SplitConfig = data.train if from_train else getattr(data, split)
-        setting = f"data.{'train' if from_train else split}.references"
-        own = _located(setting, given.references) if given.references else None
+        own = references_folder(config, split)
         return own_references(content.images, folder, own, f"data.{split}", data.reference_shift)
     groups = groups_of(content.images) if data.reference == "same_group" else ()
     names = values_of(content.images, "file_name")
     return References(data.reference, [folder / name for name in names], groups, data.reference_shift)
+
+
+def references_folder(config: DetectionConfig, split: str) -> Path | None:
+    """Return the folder of the references of ``train`` or ``val``, None if none is set."""
+    given = "train" if config.data.folds or config.data.val_fraction else split
+    paths: SplitConfig = getattr(config.data, given)
+    return _located(f"data.{given}.references", paths.references) if paths.references else None
+
+
+def references_of_run(config: DetectionConfig, files: Sequence[Path]) -> list[Path]:
+    """Return the own reference of each file that is a training or validation image of the config.
+
+    Raises:
+        InputError: the data of the config cannot be read, or do not say the reference of each file.
+    """
+    wanted = {real_path(file): file for file in files}
+    names, known = {file.name for file in wanted}, dict[Path, Path]()
+    try:
+        if config.data.reference != "own":
+            raise InputError(f"data.reference={config.data.reference} chooses the reference of an image at random")
+        for split, source in data_sources(config).items():
+            content = read_annotations(source.annotations)
+            given = build_references(config, split, source.images, content)
+            for name, file in zip(values_of(content.images, "file_name"), given.files if given else (), strict=True):
+                if file is not None and Path(name).name in names:
+                    known[real_path(source.images / name)] = file
+        if missing := [file for path, file in wanted.items() if path not in known]:
+            raise InputError(
+                f"the data of the run name no reference of {len(missing)} of {len(files)} images, such as "
+                f"{printable(missing[0])}"
+            )
+    except InputError as error:
+        raise InputError(
+            f"the detector reads a reference of each image, and {error}. Give the folder of the references: they have "
+            "the names of the images"
+        ) from error
+    return [known[real_path(file)] for file in files]
 
 
 def build_train_transforms(config: DetectionConfig) -> tuple[SampleTransform, dict[int, SampleTransform]]:

@@ -181,15 +181,16 @@ class BatchFormerV2(nn.Module):
         """Mix the tokens of the last stream, and those of the references behind it."""
         if self.mode == "duplicate" or (self.training and self._ended):
             return tokens
-        padding_mask = batch.per_sample["padding_mask"][-len(tokens) :] if self.mask_padding else None
+        rows = tokens.shape[0]
+        padding_mask = batch.per_sample["padding_mask"][-rows:] if self.mask_padding else None
         mixer = self.mixers["shared" if self.shared else str(layer)]
         if batch.references:
             missing = batch.per_sample.get("missing")
-            return _with_references(mixer, tokens, padding_mask, None if missing is None else missing[-len(tokens) :])
+            return _with_references(mixer, tokens, padding_mask, None if missing is None else missing[-rows:])
         if self.group_size is not None:
             return _in_groups(mixer, tokens, padding_mask, self.group_size)
         if self.neighbours is not None:
-            valid = ~batch.per_sample["padding_mask"][-len(tokens) :] if "padding_mask" in batch.per_sample else None
+            valid = ~batch.per_sample["padding_mask"][-rows:] if "padding_mask" in batch.per_sample else None
             return _with_neighbours(mixer, tokens, padding_mask, most_similar(tokens, valid, self.neighbours))
         if self.mode == "self_only" or self.references:  # tokens as positions of one image: sequences of length 1
             padding_mask = None if padding_mask is None else padding_mask.reshape(1, -1)

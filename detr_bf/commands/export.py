@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -13,15 +13,16 @@ from typing import Any
 
 from torch import Tensor
 
-from detr_bf.assembly.data import data_source
+from detr_bf.assembly.data import data_source, references_folder, references_of_run
 from detr_bf.common.errors import InputError
 from detr_bf.common.files import file_size
 from detr_bf.common.progress import setup_logging
 from detr_bf.common.text import printable, safe_message
-from detr_bf.config import config_from_dict
+from detr_bf.config import DetectionConfig, config_from_dict
 from detr_bf.data.coco import read_annotations
 from detr_bf.data.images import read_image
 from detr_bf.data.inputs import image_files
+from detr_bf.data.references import named_references
 from detr_bf.export import ParityError, file_names, parity_table
 from detr_bf.export.parity import COMPARED_BATCH
 from detr_bf.inference.loading import load
@@ -44,7 +45,9 @@ def _run(options: argparse.Namespace) -> int:
     if options.half and options.int8 is not None:
         raise InputError("--half and --int8 exclude each other: give one of them")
     predictor = load(options.run, "cpu")
-    images, source = _images(predictor, options.images)
+    if options.references is not None and options.images is None and options.int8 is None:
+        raise InputError("--references gives the references of the images of --images or --int8: give one of them")
+    images, references, source = _images(predictor, options.images, options.references)
     found: dict[str, Any] = {}
 
     def evaluate(file: Path) -> Mapping[str, Any]:
@@ -57,9 +60,11 @@ def _run(options: argparse.Namespace) -> int:
         size=size,
         postprocess=options.with_postprocess,
         images=images,
+        references=references,
         license=options.license,
         precision="float16" if options.half else "float32" if options.int8 is None else "int8",
         calibration=options.int8,
+        calibration_references=None if options.int8 is None else options.references,
         evaluate=None if count is None else evaluate,
         device=options.device,
     )
@@ -103,9 +108,7 @@ def compared_ap(predictor: Predictor, file: Path, count: int) -> dict[str, Any]:
         ``images``, ``torch`` and ``file``; or ``not_compared``, the reason.
     """
     try:
-        if predictor.origin is None:
-            raise InputError("the checkpoint names no validation images")
-        config = config_from_dict(predictor.origin.config, source="the config of the checkpoint")
+        config = _config(predictor)
         source = data_source(config, "val")
         content = read_annotations(source.annotations)
         if config.model.masks and content.maps is not None:
@@ -116,7 +119,9 @@ def compared_ap(predictor: Predictor, file: Path, count: int) -> dict[str, Any]:
         if not objects:
             raise InputError(f"the validation images ({len(chosen)}) have no objects")
         part = replace(content, images=chosen, annotations=objects)
-        scores = [each.evaluate(part, source.images).boxes.AP for each in (predictor, load(file))]
+        references = references_folder(config, "val") if config.references_in_evaluation else None
+        both = (predictor, load(file))
+        scores = [each.evaluate(part, source.images, references=references).boxes.AP for each in both]
     except InputError as error:
         return {"not_compared": printable(str(error).replace("\n", " "))}
     if None in scores:
@@ -124,21 +129,45 @@ def compared_ap(predictor: Predictor, file: Path, count: int) -> dict[str, Any]:
     return {"images": len(chosen), "torch": scores[0], "file": scores[1]}
 
 
-def _images(predictor: Predictor, folder: Path | None) -> tuple[list[Tensor] | None, str]:
-    """Return a few images to compare with, None for synthetic ones, and their description."""
+def _images(
+    predictor: Predictor, folder: Path | None, references: Path | None
+) -> tuple[list[Tensor] | None, list[Tensor] | None, str]:
+    """Return a few images to compare with and their references, None for synthetic ones, and their description."""
     if folder is not None:
         files = list(islice(image_files([folder]), COMPARED_BATCH))
-        return [read_image(file, max_pixels=predictor.max_pixels) for file in files], f"images of {printable(folder)}"
+        if references is not None:
+            others = named_references(files, folder, references)
+        else:
+            others = _known_references(predictor, files)
+        return _read(predictor, files), _read(predictor, others), f"images of {printable(folder)}"
     reason = "the checkpoint names no validation images"
     if predictor.origin is not None:
         try:
-            config = config_from_dict(predictor.origin.config, source="the config of the checkpoint")
-            source = data_source(config, "val")
+            source = data_source(_config(predictor), "val")
             entries = read_annotations(source.annotations).images[:COMPARED_BATCH]
             files = [source.images / str(entry["file_name"]) for entry in entries]
             if files:
-                return [read_image(file, max_pixels=predictor.max_pixels) for file in files], "validation images"
+                others = _known_references(predictor, files)
+                return _read(predictor, files), _read(predictor, others), "validation images"
             reason = "the validation split has no images"
         except InputError as error:
             reason = printable(error)
-    return None, f"synthetic images ({reason})"
+    return None, None, f"synthetic images ({reason})"
+
+
+def _read(predictor: Predictor, files: Sequence[Path]) -> list[Tensor]:
+    return [read_image(file, max_pixels=predictor.max_pixels) for file in files]
+
+
+def _known_references(predictor: Predictor, files: Sequence[Path]) -> list[Path]:
+    """Return the references of images of the run; none if the detector reads none."""
+    return references_of_run(_config(predictor), files) if predictor.model.reads_references else []
+
+
+def _config(predictor: Predictor) -> DetectionConfig:
+    """Return the settings of the run (InputError: the predictor is not of a checkpoint, or they are not valid)."""
+    if predictor.origin is None:
+        raise InputError("the checkpoint names no validation images")
+    config = config_from_dict(predictor.origin.config, source="the config of the checkpoint")
+    assert isinstance(config, DetectionConfig), "a predictor is of a detector"
+    return config

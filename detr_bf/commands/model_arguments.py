@@ -175,6 +175,7 @@ detr-bf export runs/mine --output mine.onnx --batch 1 --size 640x640 --with-post
 detr-bf export detr_r50 --output detr.onnx --images photos       # published weights, compared on these images
 detr-bf export runs/mine --output half.onnx --half --evaluate 200
 detr-bf export runs/mine --output int8.onnx --int8 photos --evaluate 200
+detr-bf export runs/pairs --output pairs.onnx --images photos --references templates   # with an input for references
 detr-bf export runs/mine --output mine.xml                       # OpenVINO: mine.xml, and the weights in mine.bin
 detr-bf export runs/mine --output mine.pt2 --size 640x640        # compiled by AOTInductor for processors like this one
 
@@ -206,6 +207,13 @@ def export_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
         "--with-postprocess", action="store_true", help="the outputs are scores, labels and boxes instead of logits"
     )
     parser.add_argument("--images", metavar="DIR", type=Path, help="compare the outputs on images of this folder")
+    parser.add_argument(
+        "--references",
+        metavar="DIR",
+        type=Path,
+        help="references of the images of --images and --int8, files of the same names, if RUN reads references in "
+        "evaluation (default: those that its data name)",
+    )
     parser.add_argument("--license", metavar="ID", help="of the weights, for the metadata, such as apache-2.0")
     parser.add_argument("--half", action="store_true", help="float16 weights; inputs and outputs stay as they are")
     parser.add_argument(

@@ -201,7 +201,7 @@ class Batch:
     padding_mask: Tensor  # (B, H, W) bool, True = padding
     targets: tuple[Target, ...] = ()
     references: Tensor | None = None  # (B, 3, H, W) uint8, each of the size of its image; None: no image has one
-    has_reference: Tensor | None = None  # (B,) bool; None: every image has one
+    has_reference: Tensor | None = None  # (B,) bool; None: every image has one, or no references are read
 
     def __len__(self) -> int:
         return len(self.images)
@@ -244,7 +244,8 @@ class Batch:
         batch = cls(_padded(images, height, width), padding_mask(sizes, (height, width)), targets)
         present = [reference is not None for reference in references]
         if not any(present):
-            return batch
+            read = any(len(sample) == 3 for sample in samples)
+            return replace(batch, has_reference=torch.tensor(present)) if read else batch
         stacked = _padded([torch.zeros(3, 0, 0) if each is None else each for each in references], height, width)
         return replace(batch, references=stacked, has_reference=None if all(present) else torch.tensor(present))
 
@@ -319,7 +320,7 @@ class TokenBatch:
     @property
     def num_images(self) -> int:
         """Number of images B, without references."""
-        return (len(self.tokens) - self.references) // self.num_streams
+        return (self.tokens.shape[0] - self.references) // self.num_streams  # len() would fix it in an exported graph
 
     def with_tokens(self, tokens: Tensor) -> TokenBatch:
         """Replace the tokens; the rows stay the same."""
@@ -338,7 +339,7 @@ class TokenBatch:
 
     def with_references(self, has_reference: Tensor | None) -> TokenBatch:
         """Declare the second half of the rows to be references; ``has_reference`` (B,) bool, None: all exist."""
-        images = len(self.tokens) // 2
+        images = self.tokens.shape[0] // 2
         if has_reference is None:
             return replace(self, references=images)
         missing = torch.cat([torch.zeros_like(has_reference), ~has_reference])
@@ -346,7 +347,7 @@ class TokenBatch:
 
     def without_references(self) -> TokenBatch:
         """Return the rows of the images."""
-        rows = len(self.tokens) - self.references
+        rows = self.tokens.shape[0] - self.references
         per_sample = {name: value[:rows] for name, value in self.per_sample.items() if name != "missing"}
         return replace(self, tokens=self.tokens[:rows], per_sample=per_sample, references=0)
 

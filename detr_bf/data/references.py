@@ -141,6 +141,25 @@ def own_references(
     return References("own", files, shift=shift)
 
 
+def named_references(files: Sequence[Path], folder: Path, references: Path) -> list[Path]:
+    """Return for each file below ``folder`` the file of its name, or with another suffix, below ``references``.
+
+    Raises:
+        InputError: there is no such folder, or a file has no reference.
+    """
+    if not is_folder(references):
+        raise InputError(f"the folder of references {printable(references)} does not exist or is not a folder")
+    known = files_by_stem(references)
+    found = [known.get(file.relative_to(folder).with_suffix("").as_posix()) for file in files]
+    missing = [file for file, reference in zip(files, found, strict=True) if reference is None]
+    if missing:
+        raise InputError(
+            f"{printable(references)} has no reference of {len(missing)} of {len(files)} images, such as "
+            f"{printable(missing[0])}: give a folder with an image of the same name for each"
+        )
+    return [reference for reference in found if reference is not None]
+
+
 def files_by_stem(folder: Path) -> dict[str, Path]:
     """Return the image files below a folder by their path in it without suffix, with / between its parts.
 

@@ -105,6 +105,11 @@ class Detector(nn.Module):
         """True if batch attention, in the current mode and epoch, uses the references of the images."""
         return any(isinstance(part, BatchFormerV2) and part.reads_references for part in self.encoder.modules())
 
+    @property
+    def reads_references(self) -> bool:
+        """True if the forward pass, in the current mode and epoch, uses the references of the images in any way."""
+        return getattr(self.backbone, "reference", "none") != "none" or self.attends_to_references
+
     def detect(
         self,
         features: Sequence[FeatureMap],
@@ -126,7 +131,7 @@ class Detector(nn.Module):
             return outputs
         assert outputs.states is not None, "a decoder returns its states"
         if with_references is not None:
-            count = len(with_references)
+            count = with_references.images.shape[0]
             tokens = tokens.without_references()
             features = [FeatureMap(each.tensor[:count], each.padding_mask[:count]) for each in features]
         return replace(outputs, masks=self.mask_head(outputs.states, outputs.boxes[-1], tokens, memory, features))

@@ -75,7 +75,8 @@ class HybridEncoder(nn.Module):
         *finer, _ = as_maps(batch.tokens, batch.static["spatial_shapes"])
         coarsest: TokenBatch = self.encoder(self._coarsest(batch))
         images, streams = coarsest.num_images, list[Tensor]()
-        parts = coarsest.tokens.split(images) if len(coarsest.tokens) > images else (coarsest.tokens,)
+        count = coarsest.num_streams + (1 if coarsest.references else 0)  # parts of as many rows as there are images
+        parts = coarsest.tokens.chunk(count) if count > 1 else (coarsest.tokens,)
         for number, tokens in enumerate(parts):
             is_reference = number == coarsest.num_streams
             with without_updating_statistics(self) if streams else nullcontext():

@@ -11,13 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from detr_bf.common.errors import InputError
 from detr_bf.common.files import atomic_write, check_output_file, file_sha256
 from detr_bf.common.structures import Batch
 from detr_bf.common.text import printable
-from detr_bf.data.transforms import eval_sample
 from detr_bf.export.graph import (
     EXAMPLE_SIDE,
     FILE_SUFFIXES,
@@ -50,13 +48,16 @@ from detr_bf.export.parity import (
     TOLERANCES,
     Comparison,
     GivenSelections,
+    ImagePair,
     ParityError,
     compare_outputs,
     compared_batches,
+    pair_sample,
     parity_refusal,
     parity_table,
     selection_names,
     synthetic_images,
+    synthetic_pairs,
 )
 from detr_bf.export.precision import (
     EXPORT_PRECISIONS,
@@ -89,6 +90,7 @@ __all__ = [
     "FileDetector",
     "FitResize",
     "GivenSelections",
+    "ImagePair",
     "OnnxDetector",
     "OpenVinoDetector",
     "PackageDetector",
@@ -103,6 +105,7 @@ __all__ = [
     "fixed_transform",
     "parity_table",
     "synthetic_images",
+    "synthetic_pairs",
 ]
 
 logger = logging.getLogger(__name__)
@@ -114,12 +117,12 @@ def export_detector(
     path: Path,
     exported: Exported,
     form: ExportSignature,
-    images: Sequence[Tensor],
+    images: Sequence[ImagePair],
     *,
     source: str,
     license: str | None = None,
     precision: str = "float32",
-    calibration: Iterable[Tensor] = (),
+    calibration: Iterable[ImagePair] = (),
     evaluate: Callable[[Path], Mapping[str, Any]] | None = None,
     device: str = "cpu",
 ) -> list[Comparison]:
@@ -127,17 +130,18 @@ def export_detector(
 
     Args:
         path: new file ``.onnx``, ``.xml`` (OpenVINO, with the weights in ``.bin``) or ``.pt2`` (AOTInductor).
-        images: uint8 (3, h, w), to compare with.
+        images: to compare with, each with its reference if the detector reads references in evaluation, else None.
         source: short description of the images, for the metadata.
         precision: one of ``EXPORT_PRECISIONS``, of packages float32. The outputs of others only have to be finite.
-        calibration: uint8 (3, h, w), with which the activations of int8 are measured; read one after the other.
+        calibration: such pairs, with which the activations of int8 are measured; read one after the other.
         evaluate: called with the unfinished file, which :func:`detr_bf.load` reads; its result is metadata ``ap``.
         device: ``cpu``, or ``cuda`` for a package that computes on a GPU.
 
     Raises:
         InputError: a Python package is missing, the file exists or cannot be written, the images of a batch attend to
             each other, the graph does not allow the form, or the detector cannot be quantised or compiled.
-        ParityError: an output differs by more than its tolerance, or is not finite; nothing was written.
+        ParityError: an output differs by more than its tolerance, or is not finite, or references are read and have no
+            effect; nothing was written.
     """
     settings = exported.config["data"]["transforms"]
     if form.size is None and settings["square"] and (path.suffix == PACKAGE_SUFFIX or pads_by_size(exported.model)):
@@ -146,10 +150,12 @@ def export_detector(
     _check_possible(path, form, precision, device)
     transform = fixed_transform(exported.transform, form, settings["square"])
     graph = export_graph(exported, form, torch.device(device))
+    assert all((reference is not None) == graph.reads_references for _, reference in images)
     batches = list(compared_batches(images, transform, form, settings["square"]))
-    metadata = {**file_metadata(exported, form, license), "precision": precision}
+    metadata = {**file_metadata(exported, form, license), "reads_references": graph.reads_references}
+    metadata["precision"] = precision
     padded, short_side = form.pads(settings["square"]), settings["square"] or settings["eval_short_side"]
-    given = (Batch.collate([eval_sample(transform, pixels, index)]) for index, pixels in enumerate(calibration))
+    given = (Batch.collate([pair_sample(transform, pair, index)]) for index, pair in enumerate(calibration))
     with tempfile.TemporaryDirectory() as folder:
         if path.suffix == PACKAGE_SUFFIX:
             save = _package(graph, form, Path(folder), padded=padded, device=device)
@@ -159,8 +165,8 @@ def export_detector(
         save(draft, metadata)
         tolerances = TOLERANCES if precision == "float32" else None
         compared = compare_outputs(graph, draft, batches, tolerances)
-        if any(each.beyond for each in compared):
-            raise ParityError(parity_refusal(path, compared))
+        if refusal := parity_refusal(path, compared):
+            raise ParityError(refusal)
         metadata["parity"] = {"images": source, "tolerances": tolerances, "batches": [each.values for each in compared]}
         save(draft, metadata)
         if evaluate is not None:
@@ -201,8 +207,9 @@ def _onnx(
     short_side: int,
 ) -> Save:
     """Return a function that writes the graph as the suffix of ``path`` says, in the precision of the metadata."""
-    program = traced(graph, form, padded=padded, short_side=max(short_side, EXAMPLE_SIDE))
-    model = onnx_model(program, form, graph.names, padded=padded)
+    references, short_side = graph.reads_references, max(short_side, EXAMPLE_SIDE)
+    program = traced(graph, form, padded=padded, references=references, short_side=short_side)
+    model = onnx_model(program, form, graph.names, padded=padded, references=references)
     if metadata["precision"] == "int8":
         set_metadata(model, metadata)
         model = int8_precision(model, calibration)
@@ -242,7 +249,13 @@ def _openvino(onnx_model: Any, outputs: Sequence[str], *, half: bool) -> Save:
 
 def _package(graph: ExportGraph, form: ExportSignature, folder: Path, *, padded: bool, device: str) -> Save:
     """Return a function that writes the graph as machine code, compiled in ``folder``."""
-    program = traced(SelectionGraph(graph), form, padded=padded, device=torch.device(device))
+    program = traced(
+        SelectionGraph(graph),
+        form,
+        padded=padded,
+        references=graph.reads_references,
+        device=torch.device(device),
+    )
     compiled = compile_package(program, folder)
     num_selections = len(program.graph_signature.user_outputs) - len(graph.names)
     outputs = [*graph.names, *(f"selection_{number}" for number in range(num_selections))]

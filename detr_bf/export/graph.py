@@ -122,12 +122,16 @@ class ExportGraph(nn.Module):
         self.model = model
         self.postprocess = postprocess
 
-    def forward(self, images: Tensor, sizes: Tensor | None = None) -> tuple[Tensor, ...]:
+    def forward(
+        self, images: Tensor, sizes: Tensor | None = None, references: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
         """Padded images (B, 3, H, W) uint8; ``sizes`` (B, 2) int64, height and width without padding, None: the whole.
 
-        Images lie in the upper left corner.
+        Images lie in the upper left corner. ``references`` (B, 3, H, W) uint8 are given if they are read.
         """
-        outputs = self.model(Batch(images, self._padding_mask(images, sizes)))
+        if references is not None:
+            torch._check(references.shape == images.shape)  # tells the tracer that their open sizes are the same
+        outputs = self.model(Batch(images, self._padding_mask(images, sizes), references=references))
         logits, boxes = outputs.logits[-1], outputs.boxes[-1]
         masks = None if outputs.masks is None else outputs.masks.all()
         if self.postprocess is None:
@@ -144,6 +148,11 @@ class ExportGraph(nn.Module):
         """Names of the outputs."""
         masks = () if self.model.mask_head is None else ("masks",)
         return (*(("logits", "boxes") if self.postprocess is None else ("scores", "labels", "boxes")), *masks)
+
+    @property
+    def reads_references(self) -> bool:
+        """True if the input ``references`` is needed."""
+        return self.model.reads_references
 
     def _padding_mask(self, images: Tensor, sizes: Tensor | None) -> Tensor:
         height, width = images.shape[-2:]
@@ -226,10 +235,11 @@ def export_graph(exported: Exported, form: ExportSignature, device: torch.device
     """Return a copy of the detector on a device, whose decoder returns the last layer only."""
     model = copy.deepcopy(exported.model).to(device).float().eval()
     for module in model.modules():
-        if isinstance(module, BatchFormerV2) and module.mode == "mini_batch_inference":
+        if isinstance(module, BatchFormerV2) and module.mixes_evaluated_images:
             raise InputError(
-                "batch_former.mode=mini_batch_inference: the images of a batch attend to each other in evaluation; "
-                "only detectors of single images are exported"
+                f"batch_former.mode={module.mode}: the images of a batch attend to each other in evaluation; only "
+                "detectors of single images, or of images and their references (batch_former.references=true), are "
+                "exported"
             )
     model.decoder.aux_loss = False  # type: ignore[assignment]
     return ExportGraph(model, exported.postprocess if form.postprocess else None).eval()
@@ -245,6 +255,7 @@ def traced(
     form: ExportSignature,
     *,
     padded: bool,
+    references: bool = False,
     short_side: int = EXAMPLE_SIDE,
     device: torch.device | None = None,
 ) -> torch.export.ExportedProgram:
@@ -264,10 +275,12 @@ def traced(
     height, width = form.size or (short_side, short_side * 5 // 4)
     count = form.batch or 2
     images = torch.zeros(count, 3, height, width, dtype=torch.uint8, device=device)
-    arguments = (images, torch.tensor([[height, width]] * count, device=device)) if padded else (images,)
+    sizes = torch.tensor([[height, width]] * count, device=device) if padded else None
+    arguments = (images, sizes, images.clone()) if references else (images, sizes) if padded else (images,)
     dynamic = torch.export.Dim.DYNAMIC
     batch, sides = [0] if form.batch is None else [], [2, 3] if form.size is None else []
-    shapes = (dict.fromkeys([*batch, *sides], dynamic), dict.fromkeys(batch, dynamic))
+    of_images = dict.fromkeys([*batch, *sides], dynamic)
+    shapes = (of_images, dict.fromkeys(batch, dynamic) if padded else None, of_images)
     with torch.no_grad(), reference_operators(), _quiet():
         try:
             return torch.export.export(graph, arguments, dynamic_shapes=shapes[: len(arguments)], strict=False)
@@ -278,7 +291,12 @@ def traced(
 
 
 def onnx_model(
-    program: torch.export.ExportedProgram, form: ExportSignature, outputs: Sequence[str], *, padded: bool
+    program: torch.export.ExportedProgram,
+    form: ExportSignature,
+    outputs: Sequence[str],
+    *,
+    padded: bool,
+    references: bool = False,
 ) -> Any:
     """Return a program of :func:`traced` as an ONNX model."""
     axes = {**({0: "batch"} if form.batch is None else {}), **({2: "height", 3: "width"} if form.size is None else {})}
@@ -287,7 +305,7 @@ def onnx_model(
             program,
             dynamo=True,
             opset_version=OPSET,
-            input_names=["images", "sizes"][: 1 + padded],
+            input_names=["images", *["sizes"] * padded, *["references"] * references],
             output_names=list(outputs),
             verbose=False,
         )
@@ -305,9 +323,11 @@ class SelectionGraph(nn.Module):
         super().__init__()
         self.compared = graph  # not "graph", which torch.fx takes for its own
 
-    def forward(self, images: Tensor, sizes: Tensor | None = None) -> tuple[Tensor, ...]:
+    def forward(
+        self, images: Tensor, sizes: Tensor | None = None, references: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
         with _Selections() as selected:
-            outputs = self.compared(images, sizes)
+            outputs = self.compared(images, sizes, references)
         return (*outputs, *selected.indices)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import cycle, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,13 +17,17 @@ from torch.overrides import TorchFunctionMode
 from torchvision.transforms.v2 import functional as transforms
 
 from detr_bf.common.errors import CommandError, InputError
-from detr_bf.common.structures import Batch
+from detr_bf.common.structures import Batch, Target
 from detr_bf.common.text import printable
+from detr_bf.data.references import other_size
 from detr_bf.data.transforms import SampleTransform, eval_sample
 from detr_bf.export.graph import ONNX_SUFFIX, OPENVINO_SUFFIX, ExportGraph, ExportSignature, imported
 from detr_bf.export.runtime import FileDetector, OnnxDetector, OpenVinoDetector, PackageDetector
 
 logger = logging.getLogger(__name__)
+
+ImagePair: TypeAlias = tuple[Tensor, Tensor | None]  # image (3, h, w) uint8 and its reference; None: none is read
+PairSample: TypeAlias = tuple[Tensor, Target] | tuple[Tensor, Target, Tensor | None]  # as Batch.collate takes it
 
 # Largest absolute differences; boxes are in fractions of the image.
 TOLERANCES = {"logits": 1e-3, "boxes": 1e-4, "masks": 1e-2, "scores": 1e-3, "labels": 0.0, "selection": 1e-3}
@@ -44,11 +48,13 @@ class Comparison:
     padded: bool
     differences: Mapping[str, float]
     tolerances: Mapping[str, float] | None  # None: any finite difference
+    reference_effect: float | None = None  # of the references on the outputs of the file; None: it reads none
 
     @property
     def values(self) -> dict[str, Any]:
         """All values but the tolerances, for the metadata of a file."""
-        return {name: value for name, value in asdict(self).items() if name != "tolerances"}
+        left_out = {"tolerances"} | ({"reference_effect"} if self.reference_effect is None else set())
+        return {name: value for name, value in asdict(self).items() if name not in left_out}
 
     @property
     def beyond(self) -> list[str]:
@@ -58,21 +64,50 @@ class Comparison:
 
 
 def compared_batches(
-    images: Sequence[Tensor], transform: SampleTransform, form: ExportSignature, square: int | None
+    images: Sequence[ImagePair], transform: SampleTransform, form: ExportSignature, square: int | None
 ) -> Iterator[Batch]:
-    """Yield batches of one image and of several that the form allows, of several sizes where it does."""
-    samples = [eval_sample(transform, pixels, index) for index, pixels in enumerate(images)]
+    """Yield batches of one image and of several that the form allows, of several sizes where it does.
+
+    With references the last one is repeated with the negative of each image as its reference, which differs from it.
+
+    Raises:
+        InputError: see :func:`pair_sample`.
+    """
+    samples = [pair_sample(transform, pair, index) for index, pair in enumerate(images)]
     if square is None:
-        samples = [_scaled(*each, scale) for each, scale in zip(samples, cycle(COMPARED_SCALES), strict=False)]
-    if form.batch in (None, 1):
-        yield from (Batch.collate([sample]) for sample in samples)
+        samples = [_scaled(each, scale) for each, scale in zip(samples, cycle(COMPARED_SCALES), strict=False)]
+    batches = [Batch.collate([sample]) for sample in samples] if form.batch in (None, 1) else []
     if form.batch != 1:
-        yield Batch.collate(list(islice(cycle(samples), form.batch or COMPARED_BATCH)))
+        batches.append(Batch.collate(list(islice(cycle(samples), form.batch or COMPARED_BATCH))))
+    yield from batches
+    if batches and (last := batches[-1]).references is not None:
+        yield replace(last, references=255 - last.images)
 
 
-def _scaled(pixels: Tensor, target: Any, scale: float) -> tuple[Tensor, Any]:
-    size = tuple(max(1, int(side * scale)) for side in target.size)
-    return transforms.resize(pixels, list(size), antialias=True), replace(target, size=size)
+def pair_sample(transform: SampleTransform, pair: ImagePair, index: int) -> PairSample:
+    """Return a transformed image with its target and its transformed reference, if it has one.
+
+    Raises:
+        InputError: the reference has another size than the image.
+    """
+    (image, target), reference = eval_sample(transform, pair[0], index), pair[1]
+    if reference is None:
+        return image, target
+    if reference.shape != pair[0].shape:
+        raise InputError(other_size(f"of image {index}", reference, pair[0]))
+    return image, target, eval_sample(transform, reference, index)[0]
+
+
+def _scaled(sample: PairSample, scale: float) -> PairSample:
+    image, target, *references = sample
+    size = (max(1, int(target.size[0] * scale)), max(1, int(target.size[1] * scale)))
+    image, *references = (transforms.resize(each, list(size), antialias=True) for each in (image, *references))
+    return (image, replace(target, size=size), *references)
+
+
+def synthetic_pairs(references: bool) -> list[ImagePair]:
+    """Return the images of :func:`synthetic_images`, with ``references`` the mirror image of each beside it."""
+    return [(image, image.flip(-1) if references else None) for image in synthetic_images()]
 
 
 def synthetic_images(count: int = COMPARED_BATCH) -> list[Tensor]:
@@ -92,6 +127,9 @@ def compare_outputs(
     another program, and the order of the queries changes with it. torch is therefore given the choice of the file; the
     difference ``selection`` is by how much the chosen scores fall short of the best ones.
 
+    Where references are read, the effect is the largest difference between the outputs of the file and those with each
+    image as its own reference.
+
     Raises:
         InputError: the detector refuses all batches, because they have too few tokens.
     """
@@ -106,12 +144,12 @@ def compare_outputs(
     compared, refused = [], None
     for batch in batches:
         fed = runtime.fitted(batch)
-        whole = [value.to(runtime.device) for value in runtime.feeds(fed).values()]
+        whole = {name: value.to(runtime.device) for name, value in runtime.feeds(fed).items()}
         found = runtime.run(fed)
         given = GivenSelections([found[name].to(runtime.device) for name in selections])
         try:
             with torch.no_grad(), given:
-                expected = graph(*whole)
+                expected = graph(**whole)
         except InputError as error:
             refused = error
             logger.warning("a batch of %d x %d pixels is not compared: %s", *fed.images.shape[2:], error)
@@ -119,7 +157,11 @@ def compare_outputs(
         values = {name: _difference(found[name], value) for name, value in zip(graph.names, expected, strict=True)}
         values |= {"selection": given.shortfall} if selections else {}
         size = (fed.images.shape[2], fed.images.shape[3])
-        compared.append(Comparison(len(fed), size, bool(fed.padding_mask.any()), values, tolerances))
+        effect = None
+        if graph.reads_references:
+            own = runtime.run(replace(fed, references=fed.images))
+            effect = max(_difference(found[name], own[name]) for name in graph.names)
+        compared.append(Comparison(len(fed), size, bool(fed.padding_mask.any()), values, tolerances, effect))
     if compared:
         return compared
     raise refused or InputError("there are no images to compare the outputs with")
@@ -170,21 +212,33 @@ class GivenSelections(TorchFunctionMode):
 
 def parity_table(compared: Sequence[Comparison]) -> str:
     """Return the comparisons as a table of text."""
-    names = list(compared[0].differences)
-    rows = [["images", "height x width", "padded", *names]]
+    names, with_effect = list(compared[0].differences), compared[0].reference_effect is not None
+    rows = [["images", "height x width", "padded", *names, *["effect of references"] * with_effect]]
     for each in compared:
         values = [f"{each.differences[name]:.1e}" for name in names]
+        values += [] if each.reference_effect is None else [f"{each.reference_effect:.1e}"]
         rows.append([str(each.images), f"{each.size[0]} x {each.size[1]}", "yes" if each.padded else "no", *values])
     limits = compared[0].tolerances
     if limits is not None:
-        rows.append(["tolerance", "", "", *(f"{limits[name]:.0e}" for name in names)])
+        rows.append(["tolerance", "", "", *(f"{limits[name]:.0e}" for name in names), *[""] * with_effect])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
 
 
-def parity_refusal(path: Path, compared: Sequence[Comparison]) -> str:
-    """Return the message for outputs that differ by more than the tolerance, or without one are not finite."""
+def parity_refusal(path: Path, compared: Sequence[Comparison]) -> str | None:
+    """Return the message for outputs that differ by more than the tolerance, or without one are not finite.
+
+    Another one is for outputs on which references have no effect; None: the file may be written.
+    """
     names = sorted({name for each in compared for name in each.beyond})
+    if not names:
+        if compared[0].reference_effect is None or any(each.reference_effect for each in compared):
+            return None
+        return (
+            f"the detector reads references, but they change no output of the file; {printable(path)} was not written. "
+            "The weights with which model.backbone.reference=stack reads them are zero before training: train the "
+            f"detector first; else report it with this table.\n{parity_table(compared)}"
+        )
     if compared[0].tolerances is None:
         return (
             f"in this precision the outputs of the file are not finite in {', '.join(names)}; {printable(path)} was "

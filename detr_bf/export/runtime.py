@@ -12,6 +12,7 @@ import zipfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import repeat
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -50,6 +51,8 @@ class FileDetector(ABC):
         names: of the outputs, in the order of :meth:`_compute`.
         padded: the file has the input ``sizes``.
 
+    The metadata say if it has the input ``references``.
+
     Raises:
         InputError: the metadata are damaged.
     """
@@ -66,6 +69,7 @@ class FileDetector(ABC):
             needed = {"scores", "labels", "boxes"} if postprocess else {"logits", "boxes"}
             if not needed <= set(names):
                 raise ValueError(f"the outputs are {names}")
+            self.reads_references = bool(metadata["reads_references"])
         self.names, self.padded = names, padded
         self.device = torch.device("cpu")
         self.mask_head = True if "masks" in names else None
@@ -101,8 +105,10 @@ class FileDetector(ABC):
         """
         count, most = len(batch), self.form.batch
         if most is not None and count > most:
-            pieces = zip(batch.images.split(most), batch.padding_mask.split(most), strict=True)
-            parts = [self.run(Batch(images, mask)) for images, mask in pieces]
+            self._check_references(batch)
+            references = batch.references_or_images.split(most) if self.reads_references else repeat(None)
+            pieces = zip(batch.images.split(most), batch.padding_mask.split(most), references, strict=False)
+            parts = [self.run(Batch(images, mask, references=others)) for images, mask, others in pieces]
             return {name: torch.cat([part[name] for part in parts]) for name in self.names}
         fed = self.fitted(batch)
         feeds = self.feeds(fed)
@@ -126,11 +132,22 @@ class FileDetector(ABC):
             feeds["sizes"] = unpadded(fitted.padding_mask).flip(-1).long()
         elif fitted.padding_mask.any():
             raise InputError(f"{self.source} takes no padded images: give one image at a time, or images of one size")
+        if fitted.references is not None:
+            feeds["references"] = fitted.references
         return feeds
 
     def fitted(self, batch: Batch) -> Batch:
-        """Pad a batch of at most as many images as the file takes, and fill it up with its last image."""
+        """Pad a batch of at most as many images as the file takes, and fill it up with its last image.
+
+        An image without reference becomes its own, of which batch attention sees the same as of none.
+
+        Raises:
+            InputError: the images are too large; the file reads references and there are none, or it reads none.
+        """
+        self._check_references(batch)
         images, mask = batch.images, batch.padding_mask
+        if self.reads_references:
+            images = torch.cat([images, batch.references_or_images], dim=1)
         if self.form.size is not None:
             extra = [limit - side for limit, side in zip(self.form.size, mask.shape[1:], strict=True)]
             if min(extra) < 0:
@@ -139,7 +156,18 @@ class FileDetector(ABC):
             mask = F.pad(mask, (0, extra[1], 0, extra[0]), value=True)
         missing = 0 if self.form.batch is None else self.form.batch - len(images)
         images, mask = (torch.cat([part, part[-1:].expand(missing, *part.shape[1:])]) for part in (images, mask))
-        return Batch(images.contiguous(), mask)
+        references = images[:, 3:].contiguous() if self.reads_references else None
+        return Batch(images[:, :3].contiguous(), mask, references=references)
+
+    def _check_references(self, batch: Batch) -> None:
+        """Raise InputError if references are read and the batch has none, or the other way round."""
+        if self.reads_references and batch.references is None and batch.has_reference is None:
+            raise InputError(
+                f"{self.source} reads a reference of each image, and none is given: give references of the same sizes, "
+                "aligned with the images"
+            )
+        if batch.references is not None and not self.reads_references:
+            raise InputError(f"{self.source} reads no references, and some are given: leave them out")
 
     def masks_over(self, batch: Batch, logits: Tensor) -> Masks:
         """Wrap mask logits (B, Q, h, w) over images of the size of the file as those over the images of ``batch``."""

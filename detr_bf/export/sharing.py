@@ -126,7 +126,7 @@ def without_paths(config: Mapping[str, Any]) -> dict[str, Any]:
             part = part[group]
         part[last] = value
     for split in ("train", "val"):
-        shared["data"][split] = {"split": None, "images": "", "annotations": "", "panoptic": ""}
+        shared["data"][split] = {"split": None, "images": "", "annotations": "", "panoptic": "", "references": ""}
     weights = shared["model"]["backbone"].get("weights")
     if isinstance(weights, str) and ("/" in weights or "\\" in weights):
         shared["model"]["backbone"]["weights"] = "none"

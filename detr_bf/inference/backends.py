@@ -81,7 +81,11 @@ class FileBackend:
     model: FileDetector
     device = torch.device("cpu")
     mixes_images = False
-    reads_references = False
+
+    @property
+    def reads_references(self) -> bool:
+        """True if the file reads a reference beside each image."""
+        return self.model.reads_references
 
     @property
     def precision(self) -> str:

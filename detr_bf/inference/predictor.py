@@ -32,12 +32,12 @@ from detr_bf.data.transforms import SampleTransform, eval_sample
 from detr_bf.data.video import VideoFrame, read_frames
 from detr_bf.detectors import Detector
 from detr_bf.evaluation import DEFAULT_THRESHOLD, CocoEvaluator, Result, ScoreThresholds
-from detr_bf.export import export_detector, synthetic_images
+from detr_bf.export import export_detector
 from detr_bf.export.graph import Exported, ExportSignature
 from detr_bf.export.parity import Comparison
-from detr_bf.export.precision import EXPORT_PRECISIONS, calibration_files
 from detr_bf.export.sharing import SourceCheckpoint, save_shared
 from detr_bf.inference.backends import Backend
+from detr_bf.inference.export_pairs import calibration_pairs, compared_pairs
 from detr_bf.inference.prediction import FramePrediction, PanopticPrediction, PictureList, Prediction, summary
 from detr_bf.inference.references import NO_REFERENCES, GivenReferences, ReferenceLike, check_given, names_folder
 from detr_bf.inference.tiling import TilePlace, check_tile, join_tiles, tiles_of
@@ -432,9 +432,11 @@ class Predictor:
         size: tuple[int, int] | None = None,
         postprocess: bool = False,
         images: Iterable[ImageLike] | None = None,
+        references: Iterable[ImageLike] | None = None,
         license: str | None = None,
         precision: str = "float32",
         calibration: str | Path | None = None,
+        calibration_references: str | Path | None = None,
         evaluate: Callable[[Path], Mapping[str, Any]] | None = None,
         device: str = "cpu",
     ) -> list[Comparison]:
@@ -444,13 +446,13 @@ class Predictor:
 
         Args:
             path: new file ``.onnx``, ``.xml`` (OpenVINO, with the weights in ``.bin``) or ``.pt2`` (AOTInductor).
-            batch: number of images; None: any.
-            size: height and width of the padded images; None: any.
+            batch, size: number of images, and height and width of the padded images; None: any.
             postprocess: the outputs are detections instead of logits.
-            images: a few images to compare with; by default synthetic ones.
+            images, references: images to compare with, by default synthetic, and their references, if these are read.
             license: of the weights.
             precision: ``float32``; for ONNX and OpenVINO also ``float16`` or ``int8``.
             calibration: folder with images; up to 100 of them, evenly spaced by name, set the scales of int8.
+            calibration_references: folder of their references, by name; None: those that the data of the run name.
             evaluate: see :func:`detr_bf.export.export_detector`.
             device: ``cpu``, or ``cuda`` for a package that computes on a GPU.
 
@@ -458,27 +460,27 @@ class Predictor:
             The differences for each batch; :func:`detr_bf.export.parity_table` makes a table of them.
 
         Raises:
-            InputError: see :func:`detr_bf.export.export_detector`, the predictor was not loaded from a checkpoint, the
-                precision is unknown, or int8 has no folder with images.
-            ParityError: an output differs by more than its tolerance, or is not finite; nothing was written.
+            InputError, ParityError: see :func:`detr_bf.export.export_detector`; an argument is missing or not read.
         """
         config = self._checkpoint("exported").config
-        if precision not in EXPORT_PRECISIONS:
-            raise InputError(f"precision={printable(repr(precision))} must be one of {', '.join(EXPORT_PRECISIONS)}")
-        if (precision == "int8") != (calibration is not None):
-            raise InputError(f"precision={precision}: give calibration, a folder with images, for int8 and only for it")
-        given = [image_pixels(each, f"image {index}", **self._limits) for index, each in enumerate(images or ())]
-        scales = self._read(chunks([] if calibration is None else calibration_files(Path(calibration)), 1), skip=True)
+        read: Callable[[Any, str], Tensor] = partial(image_pixels, **self._limits)
+        reads = self.backend.reads_references
+        given, source = compared_pairs(images or (), references or (), read, reads_references=reads)
+        files, others = calibration_pairs(precision, calibration, calibration_references, config if reads else None)
         exported = Exported(self.model, self.class_map, self.transform, self.postprocess, self.thresholds, config)
         return export_detector(
             Path(path),
             exported,
             ExportSignature(batch, size, postprocess),
-            given or synthetic_images(),
-            source="given" if given else "synthetic",
+            given,
+            source=source,
             license=license,
             precision=precision,
-            calibration=(each.pixels for read in scales for each in read),
+            calibration=(
+                (each.pixels, read(others[each.number], "the reference") if others else None)
+                for part in self._read(chunks(files, 1), skip=True)
+                for each in part
+            ),
             evaluate=evaluate,
             device=device,
         )
