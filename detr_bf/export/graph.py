@@ -28,7 +28,8 @@ from torch.overrides import TorchFunctionMode
 from torchvision.ops import box_convert
 from torchvision.transforms.v2 import functional as transforms
 
-from detr_bf.batchformer import BatchFormerV2
+from detr_bf.batchformer import InsertedBatchFormer
+from detr_bf.batchformer.modes import EVALUATED_MODES
 from detr_bf.common.errors import InputError
 from detr_bf.common.structures import Batch, ClassMap
 from detr_bf.common.text import printable
@@ -226,10 +227,10 @@ def export_graph(exported: Exported, form: ExportSignature, device: torch.device
     """Return a copy of the detector on a device, whose decoder returns the last layer only."""
     model = copy.deepcopy(exported.model).to(device).float().eval()
     for module in model.modules():
-        if isinstance(module, BatchFormerV2) and module.mode == "mini_batch_inference":
+        if isinstance(module, InsertedBatchFormer) and module.mode in EVALUATED_MODES:
             raise InputError(
-                "batch_former.mode=mini_batch_inference: the images of a batch attend to each other in evaluation; "
-                "only detectors of single images are exported"
+                f"batch_former.mode={module.mode}: images attend to other images in evaluation; only detectors of "
+                "single images are exported"
             )
     model.decoder.aux_loss = False  # type: ignore[assignment]
     return ExportGraph(model, exported.postprocess if form.postprocess else None).eval()
