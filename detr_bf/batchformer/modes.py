@@ -143,7 +143,7 @@ class InsertedBatchFormer(nn.Module):
             warn_of_short("BatchFormerV2", images)
 
 
-def in_groups(
+def mix_in_groups(
     mixer: Callable[[Tensor, Tensor | None, None], Tensor], tokens: Tensor, padding_mask: Tensor | None, size: int
 ) -> Tensor:
     """Mix the tokens (B, S, C) within random groups of ``size`` images; padding_mask (B, S) bool."""

@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from detr_bf.batchformer.modes import InsertedBatchFormer, in_groups
+from detr_bf.batchformer.modes import InsertedBatchFormer, mix_in_groups
 from detr_bf.common.structures import Queries, TokenBatch
 
 
@@ -96,11 +96,11 @@ class QueryBatchFormer(InsertedBatchFormer):
         if self.mode == "self_only":  # each image is a position of its own
             return mixer(content.transpose(0, 1).contiguous(), None, None).transpose(0, 1)
 
-        def together(part: Tensor, padding_mask: None = None, exchange: None = None) -> Tensor:
+        def together(part: Tensor, padding_mask: Tensor | None = None, exchange: None = None) -> Tensor:
             mixed: Tensor = mixer(part.reshape(-1, 1, part.shape[-1]), None, None)
             return mixed.view_as(part)
 
-        return together(content) if self.group_size is None else in_groups(together, content, None, self.group_size)
+        return together(content) if self.group_size is None else mix_in_groups(together, content, None, self.group_size)
 
     def extra_repr(self) -> str:
         return f"before decoder layers {list(self.insertions)}, mode={self.mode}"

@@ -19,7 +19,7 @@ from detr_bf.batchformer.modes import (
     InsertedBatchFormer,
     check_choice,
     check_others,
-    in_groups,
+    mix_in_groups,
 )
 from detr_bf.common import distributed
 from detr_bf.common.errors import InputError
@@ -168,7 +168,7 @@ class BatchFormerV2(InsertedBatchFormer):
             missing = batch.per_sample.get("missing")
             return _with_references(mixer, tokens, padding_mask, None if missing is None else missing[-len(tokens) :])
         if self.group_size is not None:
-            return in_groups(mixer, tokens, padding_mask, self.group_size)
+            return mix_in_groups(mixer, tokens, padding_mask, self.group_size)
         if self.neighbours is not None:
             valid = ~batch.per_sample["padding_mask"][-len(tokens) :] if "padding_mask" in batch.per_sample else None
             return _with_neighbours(mixer, tokens, padding_mask, most_similar(tokens, valid, self.neighbours))

@@ -183,7 +183,7 @@ class BatchFormerConfig:
 
     enabled: bool = False
     at: str = choice("tokens", "queries")  # what attends to other images: tokens of the encoder, or decoder queries
-    layers: list[int] = indices(0)  # layers with an insertion, of the encoder (at=queries: decoder), from 0, ascending
+    layers: list[int] = indices(0)  # encoder layers (at=queries: decoder layers), counted from 0, ascending
     position: str = choice("before", "after")  # of the encoder layer; the authors' code inserts after it
     shared: bool = True  # one module for all insertions; false: one module each
     mode: str = choice(
