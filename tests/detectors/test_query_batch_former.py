@@ -14,6 +14,8 @@ from detr_bf.batchformer import QueryBatchFormer
 from detr_bf.common.errors import InputError
 from detr_bf.common.structures import Batch, Outputs, Queries
 from detr_bf.detectors import Detector
+from detr_bf.engine.optimizer import parameter_groups
+from detr_bf.engine.step import TrainingStep
 from detr_bf.losses import Focal, HungarianMatcher, LossReport, SetCriterion
 from tests.detectors.test_mask_head import with_masks
 from tests.detectors.tiny import DETECTORS, DIM, IMAGES, LAYERS, images, model, shaken, with_fixed_norms
@@ -145,6 +147,31 @@ def test_a_frozen_detector_forks_for_its_mask_head() -> None:
     module = with_masks(query_batch_former=former())
     module.freeze_all_but_masks()
     assert [module.train(mode)(images()).num_streams for mode in (True, False)] == [2, 1]
+
+
+def test_training_ends_it_and_gives_it_a_learning_rate_of_its_own() -> None:
+    module = detector("dino", until_epoch=1)
+    step = TrainingStep(module, lambda outputs, targets: report_of(module), torch.device("cpu"), torch.float64)
+    streams = []
+    for epoch in (0, 1):
+        step.begin_epoch(epoch)
+        streams.append(outputs_of(module).num_streams)
+    assert streams == [2, 1]
+    groups = parameter_groups(module, lr=1.0, backbone_lr=0.1, weight_decay=0.1, batch_former_lr_factor=0.5)
+    rates = {id(parameter): group["lr"] for group in groups for parameter in group["params"]}
+    assert {rates[id(parameter)] for parameter in module.decoder.batch_former.parameters()} == {0.5}
+
+
+@pytest.mark.parametrize("name", ["detr", "dino"])
+@pytest.mark.parametrize("mode", ["two_stream", "single_stream", "self_only"])
+def test_it_trains_under_autocast(name: str, mode: str) -> None:
+    torch.set_default_dtype(torch.float32)
+    module = detector(name, mode=mode)
+    with torch.autocast("cpu", torch.bfloat16):
+        outputs = outputs_of(module, images())
+    loss = SetCriterion(Focal(), HungarianMatcher(Focal()))(outputs, images().targets).total
+    loss.backward()
+    assert loss.isfinite()
 
 
 @every_detector
