@@ -9,7 +9,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch
 
-from detr_bf.batchformer import InsertedBatchFormer
+from detr_bf.batchformer import BatchFormerV2, InsertedBatchFormer
 from detr_bf.common.errors import InputError
 from detr_bf.common.structures import Batch, Outputs, Target
 from detr_bf.common.text import printable
