@@ -25,7 +25,7 @@ from detr_bf.assembly.data import build_loader, data_source
 from detr_bf.assembly.model import build_classification, build_panoptic_postprocess, build_postprocess
 from detr_bf.assembly.training import precision_of
 from detr_bf.batchformer import BatchFormerV2
-from detr_bf.batchformer.inspection import attending, batch_former_of
+from detr_bf.batchformer.inspection import attending, attention_between_images
 from detr_bf.common.errors import InputError
 from detr_bf.common.progress import progress_bar
 from detr_bf.common.structures import Batch, Outputs, PanopticMap, Queries, TokenBatch
@@ -351,7 +351,7 @@ class _BothInferences(nn.Module):
         self.model = model
 
     def forward(self, batch: Batch) -> list[Outputs]:
-        former = batch_former_of(self.model)
+        former = attention_between_images(self.model)
         before = former.mode, former.group_size
         try:
             former.mode, former.group_size = "two_stream", None
@@ -378,7 +378,7 @@ def compare_mini_batch_inference(
     Raises:
         InputError: the model has no attention between images; there are fewer than two images; the batch size is 1.
     """
-    config, former = run.settings, batch_former_of(run.model)
+    config, former = run.settings, attention_between_images(run.model)
     size = batch_size or former.group_size or config.train.batch_size
     order = torch.randperm(len(run.names), generator=torch.Generator().manual_seed(seed))[:images]
     if min(size, len(order)) < 2:

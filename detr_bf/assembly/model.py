@@ -16,7 +16,7 @@ from torch import nn
 from detr_bf.acceleration.model import accelerate
 from detr_bf.assembly.plugins import add_encoder_plugins, encoder_of, named
 from detr_bf.backbones import Backbone, build_backbone
-from detr_bf.batchformer import BATCH_MIXERS, BatchFormerV2
+from detr_bf.batchformer import BATCH_MIXERS, BatchFormerV2, QueryBatchFormer
 from detr_bf.common.errors import InputError
 from detr_bf.common.extensions import extended
 from detr_bf.common.settings import chosen_options, settings_of
@@ -74,7 +74,7 @@ def build_detector(config: DetectionConfig, num_classes: int, body: Backbone) ->
             f"model.name={model.name} needs class scores without no-object, which loss.classification=cross_entropy "
             "adds: set loss.classification=focal (or varifocal, mal)"
         )
-    classification = build_classification(config)
+    classification, former = build_classification(config), build_batch_former(config)
     shared = vars(model).keys() & {option.name for option in fields(Options)} - {"groups"}
     options = Options(
         **{name: getattr(model, name) for name in shared},
@@ -88,7 +88,8 @@ def build_detector(config: DetectionConfig, num_classes: int, body: Backbone) ->
             group_detr=model.groups.group_detr,
         ),
         class_prior=None if config.loss.classification == "cross_entropy" else FOCAL_PRIOR,
-        batch_former=build_batch_former(config),
+        batch_former=former if isinstance(former, BatchFormerV2) else None,
+        query_batch_former=former if isinstance(former, QueryBatchFormer) else None,
         mask_head=build_mask_head(config, body.channels),
         activation_checkpointing=config.train.recompute_encoder,
     )
@@ -151,33 +152,28 @@ def num_detections(model: ModelConfig) -> int:
     return model.num_queries * (max(model.dab.patterns, 1) if has_patterns else 1)
 
 
-def build_batch_former(config: DetectionConfig) -> BatchFormerV2 | None:
-    """Build batch attention, or None if it is disabled."""
+def build_batch_former(config: DetectionConfig) -> BatchFormerV2 | QueryBatchFormer | None:
+    """Build batch attention between tokens or between queries, or None if it is disabled."""
     settings = config.batch_former
     if not settings.enabled:
         return None
-    dim, places = _batch_former_places(config.model, settings.layers)
+    names = ("layers", "shared", "mode", "mixer", "num_layers", "heads", "dropout", "until_epoch", "keep_streams")
+    shared: dict[str, Any] = {name: getattr(settings, name) for name in (*names, "group_size")}
     own = [] if settings.mixer in BATCH_MIXERS else config.plugins.files
     with extended(own), named("batch_former", settings), separate_random_numbers():
+        if settings.at == "queries":
+            return QueryBatchFormer(config.model.hidden_dim, num_decoder_layers=config.model.decoder_layers, **shared)
+        dim, places = _batch_former_places(config.model, settings.layers)
         return BatchFormerV2(
             dim,
-            layers=settings.layers,
             num_encoder_layers=places,
             position=settings.position,
-            shared=settings.shared,
-            mode=settings.mode,
-            mixer=settings.mixer,
-            num_layers=settings.num_layers,
-            heads=settings.heads,
-            dropout=settings.dropout,
             mask_padding=settings.mask_padding,
             gather=settings.gather,
-            until_epoch=settings.until_epoch,
-            keep_streams=settings.keep_streams,
-            group_size=settings.group_size,
             neighbours=settings.neighbours,
             references=settings.references,
             log_attention=settings.log_attention,
+            **shared,
         )
 
 

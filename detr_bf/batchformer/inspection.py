@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from detr_bf.batchformer.gather import Exchange
 from detr_bf.batchformer.mixers import BatchEncoderLayer
+from detr_bf.batchformer.modes import SEPARATE_MODES, InsertedBatchFormer
 from detr_bf.batchformer.v2 import BatchFormerV2
 from detr_bf.common.errors import InputError
 from detr_bf.common.structures import TokenBatch
@@ -51,21 +52,33 @@ class Recording:
     insertions: list[Insertion] = field(default_factory=list)
 
 
-def batch_former_of(model: nn.Module) -> BatchFormerV2:
+def attention_between_images(model: nn.Module) -> InsertedBatchFormer:
     """Return the batch attention of a model, whose images attend to each other.
 
     Raises:
         InputError: the model has none, or one in which images attend to themselves alone.
     """
-    found = next((module for module in model.modules() if isinstance(module, BatchFormerV2)), None)
+    found = next((module for module in model.modules() if isinstance(module, InsertedBatchFormer)), None)
     if found is None:
         raise InputError("the model has no BatchFormerV2: train one with batch_former.enabled=true")
-    if found.mode in ("duplicate", "self_only"):
+    if found.mode in SEPARATE_MODES:
         raise InputError(f"with batch_former.mode={found.mode} no image attends to another: there is nothing to show")
-    if found.neighbours is not None:
+    if isinstance(found, BatchFormerV2) and found.neighbours is not None:
         raise InputError("with batch_former.neighbours every image has a sequence of its own: this is not shown")
-    if found.references:
+    if isinstance(found, BatchFormerV2) and found.references:
         raise InputError("with batch_former.references images attend to their references alone: this is not shown")
+    return found
+
+
+def batch_former_of(model: nn.Module) -> BatchFormerV2:
+    """Return the batch attention between the tokens of a model.
+
+    Raises:
+        InputError: as :func:`attention_between_images`, or queries attend to each other instead of tokens.
+    """
+    found = attention_between_images(model)
+    if not isinstance(found, BatchFormerV2):
+        raise InputError("with batch_former.at=queries no positions of the images attend to each other: not shown")
     return found
 
 

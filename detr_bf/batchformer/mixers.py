@@ -2,7 +2,8 @@
 
 A mixer is built as ``mixer(dim, heads=, dropout=, num_layers=)`` and called with tokens (B, S, C), a padding mask
 (B, S) or None, and an :class:`Exchange` or None; it returns (B, S, C). :data:`BATCH_MIXERS` holds them by name;
-a file of the user's own adds to it with ``@BATCH_MIXERS.register("NAME")``.
+a file of the user's own adds to it with ``@BATCH_MIXERS.register("NAME")``. For the queries of a decoder B counts the
+queries of all images, and S is 1 (:mod:`detr_bf.batchformer.queries`).
 
 Shape legend: B images, S tokens of an image, C channels. Attention runs along B; each of the S positions is one
 sequence.

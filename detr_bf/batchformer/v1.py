@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from detr_bf.batchformer.gather import Exchange
 from detr_bf.batchformer.mixers import BatchFormerLayer
-from detr_bf.batchformer.v2 import warn_of_short
+from detr_bf.batchformer.modes import warn_of_short
 from detr_bf.common import distributed
 from detr_bf.common.errors import InputError
 

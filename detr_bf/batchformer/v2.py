@@ -7,33 +7,33 @@ Shape legend: B images, S tokens of an image, C channels.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
-from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
 
 from detr_bf.batchformer.gather import Exchange
-from detr_bf.batchformer.mixers import BATCH_MIXERS
+from detr_bf.batchformer.modes import (
+    EVALUATED_MODES,
+    SEPARATE_MODES,
+    InsertedBatchFormer,
+    check_choice,
+    check_others,
+    mix_in_groups,
+)
 from detr_bf.common import distributed
 from detr_bf.common.errors import InputError
 from detr_bf.common.structures import TokenBatch
 
-logger = logging.getLogger(__name__)
-
-# of these, the last two use batch attention in evaluation
-MODES = ("two_stream", "single_stream", "duplicate", "self_only", "mini_batch_inference", "single_stream_inference")
-EVALUATED_MODES = ("mini_batch_inference", "single_stream_inference")
 POSITIONS = ("before", "after")
-SHORT_SEQUENCE = 3
 
 
-class BatchFormerV2(nn.Module):
+class BatchFormerV2(InsertedBatchFormer):
     """BatchFormerV2 before or after chosen encoder layers.
 
     In training with ``two_stream`` the first insertion forks the batch into a clean stream and a batch-attended one;
-    later insertions mix the second stream only. In evaluation it is the identity, except in :data:`EVALUATED_MODES`.
+    later insertions mix the second stream only. In evaluation it is the identity, except in
+    :data:`~detr_bf.batchformer.modes.EVALUATED_MODES`.
 
     With ``references`` each image attends to itself and to its reference image alone, and the reference to both; an
     image without one attends to itself. The rows of the references leave the batch after the last insertion.
@@ -91,44 +91,40 @@ class BatchFormerV2(nn.Module):
         references: bool = False,
         log_attention: bool = False,
     ) -> None:
-        super().__init__()
-        check_layers(layers, num_encoder_layers, of="the encoder has {} layers")
-        for name, value, choices in (
-            ("position", position, POSITIONS),
-            ("mode", mode, MODES),
-        ):
-            if value not in choices:
-                raise InputError(f"{name} must be one of {', '.join(choices)}; got '{value}'")
-        build = BATCH_MIXERS.find(mixer, "mixer")
-        _check_sequence(mode, gather, until_epoch, keep_streams, group_size, neighbours, references)
-        self.insertions = tuple(layers)
+        super().__init__(
+            dim,
+            layers=layers,
+            places=num_encoder_layers,
+            of="the encoder has {} layers",
+            shared=shared,
+            mode=mode,
+            mixer=mixer,
+            num_layers=num_layers,
+            heads=heads,
+            dropout=dropout,
+            until_epoch=until_epoch,
+            keep_streams=keep_streams,
+            group_size=group_size,
+        )
+        check_choice("position", position, POSITIONS)
+        check_others("neighbours", neighbours, mode)
+        chosen = {"group_size": group_size is not None, "neighbours": neighbours is not None, "references": references}
+        given = [name for name, is_given in chosen.items() if is_given]
+        if given and gather:
+            raise InputError(f"{given[0]} chooses among the images of one process: set gather=false")
+        if len(given) > 1:
+            raise InputError(f"{' and '.join(given)} both choose the images to attend to: give one of them")
         self.position = position
-        self.mode = mode
         self.mask_padding = mask_padding
         self.gather = gather
-        self.shared = shared
-        self.until_epoch = until_epoch
-        self.keep_streams = keep_streams
-        self.group_size = group_size
         self.neighbours = neighbours
         self.references = references
         self.log_attention = log_attention
-        self._ended = False
-        names = [] if mode == "duplicate" else ["shared"] if shared else list(map(str, layers))
-        self.mixers = nn.ModuleDict(
-            {name: build(dim, heads=heads, dropout=dropout, num_layers=num_layers) for name in names}
-        )
-        self._announced = False
-
-    @property
-    def num_streams(self) -> int:
-        """Number of streams after the last insertion, in the current mode."""
-        return 2 if self._trains and not self.mode.startswith("single_stream") else 1
 
     @property
     def reads_references(self) -> bool:
         """True if the forward pass, in the current mode and epoch, uses the references of the images."""
-        if not self.references or self.mode in ("duplicate", "self_only"):
+        if not self.references or self.mode in SEPARATE_MODES:
             return False
         return not self._ended if self.training else self.mode in EVALUATED_MODES
 
@@ -137,41 +133,26 @@ class BatchFormerV2(nn.Module):
         """True if the images of a batch attend to each other in evaluation."""
         return self.mode in EVALUATED_MODES and not self.references
 
-    @property
-    def _trains(self) -> bool:
-        """True in training, up to ``until_epoch`` unless two equal streams are kept."""
-        return self.training and (self.keep_streams or not self._ended)
-
-    def begin_epoch(self, epoch: int) -> None:
-        """Switch batch attention on or off for a training epoch, counted from 0."""
-        ended = self.until_epoch is not None and epoch >= self.until_epoch
-        if ended and not self._ended:
-            logger.info("BatchFormerV2 is off from epoch %d on (until_epoch=%d)", epoch + 1, self.until_epoch)
-        self._ended = ended
-
     def forward(self, batch: TokenBatch, *, layer: int, position: str) -> TokenBatch:
         """Transform the input (``position`` before) or output (after) of encoder layer ``layer``."""
-        active = self._trains or (self.mode in EVALUATED_MODES and not self.training)
-        if position != self.position or layer not in self.insertions or not active:
+        if position != self.position or layer not in self.insertions or not self._is_active:
             return batch
         exchange, images = self._exchange(batch), batch.num_images
         together = sum(exchange.images) if exchange else images
-        limits = [self.group_size or together, (self.neighbours or together) + 1, together]
-        self._announce(1 if self.mode == "self_only" else 2 if self.references else min(limits))
+        self._announce_sequence(together)
         if batch.num_streams == 2:
             clean, second = batch.tokens[:images], batch.tokens[images:]
             batch = batch.with_tokens(torch.cat([clean, self._mix(second, batch, layer, exchange)]))
         else:
             mixed = self._mix(batch.tokens, batch, layer, exchange)
-            replaces = not self.training or self.mode.startswith("single_stream")
-            batch = batch.with_tokens(mixed) if replaces else batch.fork(mixed)
+            batch = batch.with_tokens(mixed) if self._replaces else batch.fork(mixed)
         return batch.without_references() if batch.references and layer == self.insertions[-1] else batch
 
     def _exchange(self, batch: TokenBatch) -> Exchange | None:
         """Return the exchange between the ranks, or None."""
         if not (self.gather and self.training and distributed.world_size() > 1):
             return None
-        if self.mode in ("duplicate", "self_only"):
+        if self.mode in SEPARATE_MODES:
             return None
         whole_image = ((1, batch.tokens.shape[1]),)
         shapes = batch.static.get("spatial_shapes", whole_image)
@@ -179,16 +160,16 @@ class BatchFormerV2(nn.Module):
 
     def _mix(self, tokens: Tensor, batch: TokenBatch, layer: int, exchange: Exchange | None) -> Tensor:
         """Mix the tokens of the last stream, and those of the references behind it."""
-        if self.mode == "duplicate" or (self.training and self._ended):
+        if not self._mixes:
             return tokens
         rows = tokens.shape[0]
         padding_mask = batch.per_sample["padding_mask"][-rows:] if self.mask_padding else None
-        mixer = self.mixers["shared" if self.shared else str(layer)]
+        mixer = self.mixer_of(layer)
         if batch.references:
             missing = batch.per_sample.get("missing")
             return _with_references(mixer, tokens, padding_mask, None if missing is None else missing[-rows:])
         if self.group_size is not None:
-            return _in_groups(mixer, tokens, padding_mask, self.group_size)
+            return mix_in_groups(mixer, tokens, padding_mask, self.group_size)
         if self.neighbours is not None:
             valid = ~batch.per_sample["padding_mask"][-rows:] if "padding_mask" in batch.per_sample else None
             return _with_neighbours(mixer, tokens, padding_mask, most_similar(tokens, valid, self.neighbours))
@@ -197,61 +178,15 @@ class BatchFormerV2(nn.Module):
             return mixer(tokens.reshape(1, -1, tokens.shape[-1]), padding_mask, None).view_as(tokens)
         return mixer(tokens, padding_mask, exchange)
 
-    def _announce(self, sequence: int) -> None:
-        """Log the settings once, and warn once if the sequence is short."""
-        if self._announced:
-            return
-        self._announced = True
-        logger.info(
-            "BatchFormerV2 is on: %s encoder layer%s %s (counted from 0), mode %s, %s, sequence length B = %d%s",
-            self.position,
-            "" if len(self.insertions) == 1 else "s",
-            ", ".join(map(str, self.insertions)),
-            self.mode,
-            "shared" if self.shared else "not shared",
-            sequence,
-            f" over {distributed.world_size()} processes" if self.gather else "",
-        )
-        if self.mode not in ("duplicate", "self_only") and not self.references:
-            warn_of_short("BatchFormerV2", sequence)
+    def _announce_sequence(self, together: int) -> None:
+        """Log the settings and the length of a sequence once; ``together`` images can attend to each other."""
+        images = min(self.group_size or together, (self.neighbours or together) + 1, together)
+        length = 1 if self.mode == "self_only" else 2 if self.references else images
+        ranks = f" over {distributed.world_size()} processes" if self.gather else ""
+        self._announce(f"{self.position} encoder layer", length, f"B = {length}{ranks}", warn=not self.references)
 
     def extra_repr(self) -> str:
         return f"{self.position} layers {list(self.insertions)}, mode={self.mode}, mask_padding={self.mask_padding}"
-
-
-def _check_sequence(
-    mode: str,
-    gather: bool,
-    until_epoch: int | None,
-    keep_streams: bool,
-    group_size: int | None,
-    neighbours: int | None,
-    references: bool,
-) -> None:
-    """Check that settings of the sequence do not exclude each other; InputError if they do."""
-    chosen = {"group_size": group_size, "neighbours": neighbours}
-    given = [name for name, value in chosen.items() if value is not None]
-    for name in given:
-        if (chosen[name] or 0) < 1:
-            raise InputError(f"{name} must be 1 or more, got {chosen[name]}")
-        if mode in ("duplicate", "self_only"):
-            raise InputError(f"{name} has no effect with mode={mode}, in which no image attends to another")
-    given += ["references"] * references
-    if given and gather:
-        raise InputError(f"{given[0]} chooses among the images of one process: set gather=false")
-    if len(given) > 1:
-        raise InputError(f"{' and '.join(given)} both choose the images to attend to: give one of them")
-    if keep_streams and (until_epoch is None or mode.startswith("single_stream")):
-        raise InputError("keep_streams=true keeps two streams after until_epoch: give until_epoch, and a mode with two")
-
-
-def _in_groups(mixer: nn.Module, tokens: Tensor, padding_mask: Tensor | None, size: int) -> Tensor:
-    """Mix the tokens (B, S, C) within random groups of ``size`` images; padding_mask (B, S) bool."""
-    count = len(tokens)
-    order = torch.randperm(count).to(tokens.device)
-    parts = order.tensor_split(-(-count // size))
-    mixed = [mixer(tokens[part], None if padding_mask is None else padding_mask[part], None) for part in parts]
-    return torch.cat(mixed)[order.argsort()]
 
 
 @torch.no_grad()
@@ -291,21 +226,3 @@ def _with_references(mixer: nn.Module, tokens: Tensor, padding_mask: Tensor | No
         ignored = row if padding_mask is None else row | padding_mask
     mask = None if ignored is None else ignored.reshape(2, -1)
     return mixer(tokens.reshape(2, -1, tokens.shape[-1]), mask, None).view_as(tokens)
-
-
-def warn_of_short(name: str, sequence: int) -> None:
-    """Warn if a batch of ``sequence`` images is too small for batch attention."""
-    if sequence == 1:
-        logger.warning("%s has no effect across images: the batch holds one image, use batch size 2 or more", name)
-    elif sequence < SHORT_SEQUENCE:
-        logger.warning("%s sees only %d images at a time; %d or more are better", name, sequence, SHORT_SEQUENCE)
-
-
-def check_layers(layers: Sequence[int], count: int, *, of: str) -> None:
-    """Raise InputError unless ``layers`` are ascending indices below ``count``; ``of`` is text around the count."""
-    if not layers or any(not 0 <= layer < count for layer in layers):
-        raise InputError(
-            f"layers={list(layers)}: {of.format(count)}, counted from 0; give one or more indices from 0 to {count - 1}"
-        )
-    if any(later <= earlier for earlier, later in pairwise(layers)):
-        raise InputError(f"layers={list(layers)} must ascend without repetition")

@@ -382,6 +382,24 @@ class Queries:
     blocked: Tensor | None = None  # (Q, Q) bool, True = the query (row) does not attend to the query (column)
     groups: tuple[QueryGroup, ...] = ()  # of further queries, in training
 
+    def fork(self, second_stream: Tensor) -> Queries:
+        """Append a second stream with the content (B, Q, C); all else, groups and proposals included, is repeated."""
+        parts = {name: getattr(self, name) for name in ("position", "reference", "modulation")}
+        proposals = self.proposals
+        if proposals is not None:
+            logits, boxes = (torch.cat([each, each], 1) for each in (proposals.logits, proposals.boxes))
+            proposals = replace(proposals, logits=logits, boxes=boxes, num_streams=2)
+        return replace(
+            self,
+            content=torch.cat([self.content, second_stream]),
+            proposals=proposals,
+            groups=tuple(
+                group if group.assigned is None else replace(group, assigned=group.assigned.repeat(2, 1))
+                for group in self.groups
+            ),
+            **{name: torch.cat([part, part]) for name, part in parts.items() if part is not None},
+        )
+
 
 @dataclass(frozen=True)
 class Masks:

@@ -179,10 +179,11 @@ class ModelConfig:
 
 @dataclass
 class BatchFormerConfig:
-    """BatchFormerV2 in the encoder."""
+    """BatchFormerV2 in the encoder, or batch attention between the queries of the decoder."""
 
     enabled: bool = False
-    layers: list[int] = indices(0)  # encoder layers with an insertion, counted from 0, ascending
+    at: str = choice("tokens", "queries")  # what attends to other images: tokens of the encoder, or decoder queries
+    layers: list[int] = indices(0)  # encoder layers (at=queries: decoder layers), counted from 0, ascending
     position: str = choice("before", "after")  # of the encoder layer; the authors' code inserts after it
     shared: bool = True  # one module for all insertions; false: one module each
     mode: str = choice(
@@ -202,6 +203,20 @@ class BatchFormerConfig:
     log_attention: bool = False  # log how much images attend to each other, every train.log_every steps
     lr_factor: float = not_negative(1.0)  # learning rate as a multiple of optimizer.lr
     weight_decay: float | None = not_negative(None)  # null: optimizer.weight_decay
+
+    def check_values(self, prefix: str) -> None:
+        """Refuse settings that need tokens with a position, if queries attend to each other."""
+        if not self.enabled or self.at == "tokens":
+            return
+        default = BatchFormerConfig()
+        for name in ("position", "mask_padding", "gather", "neighbours", "references", "log_attention"):
+            value, usual = (getattr(each, name) for each in (self, default))
+            if value != usual:
+                shown, wanted = (str("null" if each is None else each).lower() for each in (value, usual))
+                raise InputError(
+                    f"{prefix}{name}={shown} is of tokens, which have a position in the image: with {prefix}at=queries "
+                    f"leave it at {wanted}, or set {prefix}at=tokens"
+                )
 
     @property
     def in_evaluation(self) -> bool:

@@ -32,6 +32,7 @@ def conditional_detr(backbone: nn.Module, channels: Sequence[int], options: Opti
         heads=shared_heads(options, zero_init_box_head(options)),
         norm=nn.LayerNorm(dim),
         update_queries=ScaledSine(dim, options.decoder_layers, temperature=options.position_temperature),
+        batch_former=options.query_batch_former,
         aux_loss=options.aux_loss,
     )
     return single_level_detector(backbone, channels, options, decoder)

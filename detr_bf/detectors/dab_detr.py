@@ -53,6 +53,7 @@ def dab_detr(
         refine=True,
         refine_before_norm=True,
         look_forward_twice=True,
+        batch_former=options.query_batch_former,
         aux_loss=options.aux_loss,
     )
     scale = xavier(MLP([dim, dim, dim])).requires_grad_(options.encoder_layers > 0)

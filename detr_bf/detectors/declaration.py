@@ -49,8 +49,17 @@ class DetectorKind:
                 "and groups.group_detr=1, or use another detector"
             )
         if self.own is None:
-            return self.build(backbone, channels, options, **own)
-        return self.build(backbone, channels, options, self.own(**own))
+            built = self.build(backbone, channels, options, **own)
+        else:
+            built = self.build(backbone, channels, options, self.own(**own))
+        former, queries = options.query_batch_former, built.decoder.get_submodule("queries")
+        if former is not None and 0 in former.insertions and not getattr(queries, "content_from_tokens", False):
+            raise InputError(
+                f"model.name={self.build.__name__}: before decoder layer 0 its queries have the same contents in all "
+                "images, so that they have nothing to exchange; with batch_former.at=queries give batch_former.layers "
+                f"from 1 on, got {list(former.insertions)}"
+            )
+        return built
 
 
 def declare(own: type | None = None, **needs: Any) -> Callable[[Callable[..., Detector]], DetectorKind]:

@@ -98,6 +98,7 @@ def deformable_detr(
             update_queries=update_queries,
             refine=own.box_refine,
             look_forward_twice=own.look_forward_twice,
+            batch_former=options.query_batch_former,
             aux_loss=options.aux_loss,
         ),
         mask_head=options.mask_head,

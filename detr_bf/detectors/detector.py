@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from detr_bf.batchformer import BatchFormerV2
+from detr_bf.batchformer import BatchFormerV2, InsertedBatchFormer, QueryBatchFormer
 from detr_bf.common.structures import Batch, FeatureMap, Outputs, QueryGroup, Target
 from detr_bf.detectors.mask_head import MaskHead
 
@@ -26,6 +26,7 @@ class Options:
     Args:
         num_logits: K; with cross-entropy the classes and, last, no-object.
         class_prior: initial score of every class, for sigmoid scores.
+        batch_former, query_batch_former: batch attention in the encoder, or in the decoder.
         groups: further queries in training, see :func:`detr_bf.detectors.groups.query_groups`.
         activation_checkpointing: recompute the encoder layers in the backward pass: less memory, more time.
     """
@@ -48,6 +49,7 @@ class Options:
     class_prior: float | None = None
     groups: tuple[QueryGroup, ...] = ()
     batch_former: BatchFormerV2 | None = None
+    query_batch_former: QueryBatchFormer | None = None
     mask_head: MaskHead | None = None
     activation_checkpointing: bool = False
 
@@ -130,6 +132,8 @@ class Detector(nn.Module):
         if self.mask_head is None:
             return outputs
         assert outputs.states is not None, "a decoder returns its states"
+        if outputs.num_streams > memory.num_streams:  # the decoder forked
+            memory = memory.fork(memory.tokens)
         if with_references is not None:
             count = with_references.images.shape[0]
             tokens = tokens.without_references()
@@ -156,7 +160,7 @@ class Detector(nn.Module):
         if self._fixed:
             for part in self._fixed:
                 part.eval()
-            for module in self.encoder.modules():
-                if isinstance(module, BatchFormerV2):
+            for module in self.modules():
+                if isinstance(module, InsertedBatchFormer):
                     module.training = mode  # whether it forks the batch; its layers stay in evaluation mode
         return self

@@ -28,6 +28,7 @@ def detr(backbone: nn.Module, channels: Sequence[int], options: Options) -> Dete
         queries=LearnedQueries(options.num_queries, options.hidden_dim, groups=options.groups),
         heads=shared_heads(options),
         norm=nn.LayerNorm(options.hidden_dim),
+        batch_former=options.query_batch_former,
         aux_loss=options.aux_loss,
     )
     return single_level_detector(backbone, channels, options, decoder)

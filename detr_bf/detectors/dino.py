@@ -87,6 +87,7 @@ def dino(backbone: nn.Module, channels: Sequence[int], options: Options, own: Di
             refine=True,
             refine_before_norm=True,
             look_forward_twice=True,
+            batch_former=options.query_batch_former,
             aux_loss=options.aux_loss,
         ),
         tokens=level_tokens(channels, levels, options, offset=0.0),

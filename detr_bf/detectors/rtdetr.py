@@ -97,6 +97,7 @@ def rtdetr(backbone: nn.Module, channels: Sequence[int], options: Options, own: 
             update_queries=BoxPosition(dim),
             refine=True,
             look_forward_twice=True,
+            batch_former=options.query_batch_former,
             aux_loss=options.aux_loss,
         ),
         mask_head=options.mask_head,

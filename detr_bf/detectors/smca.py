@@ -62,6 +62,7 @@ def gaussian_decoder(attentions: Sequence[nn.Module], first_norm: nn.LayerNorm, 
         queries=LearnedQueries(options.num_queries, dim, reference=point, groups=options.groups),
         heads=shared_heads(options),
         norm=nn.LayerNorm(dim),
+        batch_former=options.query_batch_former,
         aux_loss=options.aux_loss,
     )
 

@@ -30,12 +30,19 @@ class TokenProposals(nn.Module):
             token's anchor.
     """
 
+    content: nn.Embedding | None  # learned contents of the queries
+
     def __init__(self, dim: int, *, class_head: nn.Module, box_head: nn.Module) -> None:
         super().__init__()
         self.project = nn.Linear(dim, dim)
         self.norm = nn.LayerNorm(dim)
         self.class_head = class_head
         self.box_head = box_head
+
+    @property
+    def content_from_tokens(self) -> bool:
+        """True if the contents of the queries are those of the tokens, not learned."""
+        return self.content is None
 
     def propose(self, memory: TokenBatch, count: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return the projected tokens (R, S, C), class logits (R, S, K) and logits of the anchors (R, S, 4).

@@ -13,7 +13,7 @@ from torch import nn
 
 from detr_bf.backbones import Backbone
 from detr_bf.backbones.backbone import parameter_stages
-from detr_bf.batchformer import BatchFormer, BatchFormerV2
+from detr_bf.batchformer import BatchFormer, InsertedBatchFormer
 from detr_bf.common.errors import InputError
 from detr_bf.common.files import check_weights
 from detr_bf.common.text import listed
@@ -107,7 +107,7 @@ def _special_parameters(model: nn.Module) -> dict[int, str]:
     for name, module in model.named_modules():
         if name == "backbone":
             group = "backbone"
-        elif isinstance(module, BatchFormer | BatchFormerV2):
+        elif isinstance(module, BatchFormer | InsertedBatchFormer):
             group = "batch_former"
         elif isinstance(module, nn.Linear) and re.search(r"\.sampling_offsets$|\bqueries\.reference\b", name):
             group = "points"
@@ -146,7 +146,7 @@ def image_parameter_groups(
     attention = {
         id(parameter)
         for module in model.modules()
-        if isinstance(module, BatchFormer | BatchFormerV2)
+        if isinstance(module, BatchFormer | InsertedBatchFormer)
         for parameter in module.parameters()
     }
     exempt: Collection[str] = getattr(model, "no_weight_decay", tuple)()

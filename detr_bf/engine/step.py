@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from detr_bf.batchformer import BatchFormerV2
+from detr_bf.batchformer import BatchFormerV2, InsertedBatchFormer
 from detr_bf.common import distributed
 from detr_bf.common.devices import tensor_on
 from detr_bf.losses import LossReport
@@ -84,7 +84,7 @@ class TrainingStep(nn.Module):
         """Announce an epoch, counted from 0, to the modules that depend on it."""
         self.epoch = epoch
         for module in self.model.modules():
-            if isinstance(module, BatchFormerV2):
+            if isinstance(module, InsertedBatchFormer):
                 module.begin_epoch(epoch)
 
     def forward(self, batch: TrainingBatch) -> LossReport:

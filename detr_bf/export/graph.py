@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 from torchvision.ops import box_convert
 from torchvision.transforms.v2 import functional as transforms
 
-from detr_bf.batchformer import BatchFormerV2
+from detr_bf.batchformer import InsertedBatchFormer
 from detr_bf.common.errors import InputError
 from detr_bf.common.structures import Batch, ClassMap
 from detr_bf.common.text import printable
@@ -235,7 +235,7 @@ def export_graph(exported: Exported, form: ExportSignature, device: torch.device
     """Return a copy of the detector on a device, whose decoder returns the last layer only."""
     model = copy.deepcopy(exported.model).to(device).float().eval()
     for module in model.modules():
-        if isinstance(module, BatchFormerV2) and module.mixes_evaluated_images:
+        if isinstance(module, InsertedBatchFormer) and module.mixes_evaluated_images:
             raise InputError(
                 f"batch_former.mode={module.mode}: the images of a batch attend to each other in evaluation; only "
                 "detectors of single images, or of images and their references (batch_former.references=true), are "

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch
 
-from detr_bf.batchformer import BatchFormerV2
+from detr_bf.batchformer import BatchFormerV2, InsertedBatchFormer
 from detr_bf.common.errors import InputError
 from detr_bf.common.structures import Batch, Outputs, Target
 from detr_bf.common.text import printable
@@ -64,7 +64,7 @@ class TorchBackend:
     def mixes_images(self) -> bool:
         """True if the images of a batch attend to each other in evaluation: images of all sizes are in one batch."""
         modules = self.model.modules()
-        return any(isinstance(each, BatchFormerV2) and each.mixes_evaluated_images for each in modules)
+        return any(isinstance(each, InsertedBatchFormer) and each.mixes_evaluated_images for each in modules)
 
     @property
     def reads_references(self) -> bool:

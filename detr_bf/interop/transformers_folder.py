@@ -19,7 +19,7 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
 
 from detr_bf.backbones.backbone import MEAN, STD
-from detr_bf.batchformer.v2 import EVALUATED_MODES
+from detr_bf.batchformer.modes import EVALUATED_MODES
 from detr_bf.common.errors import InputError
 from detr_bf.common.files import UNFINISHED, make_output_folder, read_json_object
 from detr_bf.common.structures import Batch, ClassMap

@@ -115,12 +115,12 @@ def _sequence(plan: Plan, config: DetectionConfig) -> Iterator[str]:
         yield f"Batch attention {off}"
         return
     span = plan.sequence
-    yield (
-        f"Batch attention spans {span.used} images (with batch_former.gather {span.gathered}, without {span.alone}); "
-        "accumulation does not increase this"
-    )
+    of_tokens = config.batch_former.at == "tokens"
+    gather = f" (with batch_former.gather {span.gathered}, without {span.alone})" if of_tokens else ""
+    yield f"Batch attention spans {span.used} images{gather}; accumulation does not increase this"
     if plan.sequence.used < 2:
-        yield "  an image attends only to itself: raise train.batch_size, or set batch_former.gather=true on more GPUs"
+        more = ", or set batch_former.gather=true on more GPUs" if of_tokens else ""
+        yield f"  an image attends only to itself: raise train.batch_size{more}"
 
 
 def _rates(rates: Rates | None, plan: Plan, config: DetectionConfig) -> Iterator[str]:

@@ -59,11 +59,12 @@ def batch_former_line(config: DetectionConfig) -> str:
     if not settings.enabled or not settings.layers:
         return "BatchFormerV2 is off."
     layers = ", ".join(map(str, settings.layers))
-    position = f"{settings.position} encoder {'layer' if len(settings.layers) == 1 else 'layers'} {layers}"
+    name, loop = ("BatchFormerV2", "encoder") if settings.at == "tokens" else ("Batch attention of queries", "decoder")
+    position = f"{settings.position} {loop} {'layer' if len(settings.layers) == 1 else 'layers'} {layers}"
     ending = "" if settings.until_epoch is None else f", for the first {counted(settings.until_epoch, 'epoch')}"
     weights = " with shared weights" if settings.shared and len(settings.layers) > 1 else ""
     return (
-        f"BatchFormerV2 {position}{weights}, mode {settings.mode.replace('_', ' ')}, {settings.heads} heads, "
+        f"{name} {position}{weights}, mode {settings.mode.replace('_', ' ')}, {settings.heads} heads, "
         f"dropout {settings.dropout:g}, batches of {config.train.batch_size}{ending}."
     )
 

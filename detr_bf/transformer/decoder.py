@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from detr_bf.batchformer import QueryBatchFormer
 from detr_bf.common.boxes import relative_boxes
 from detr_bf.common.devices import tensor_on
 from detr_bf.common.structures import Outputs, Queries, QueryGroup, Target, TokenBatch
@@ -34,6 +35,8 @@ class Decoder(nn.Module):
             2201.12329); the predictions are computed from the content after it.
         look_forward_twice: predict relative to these boxes with their gradient (DINO, Zhang et al. 2022, arXiv
             2203.03605, section 3.5); the next layer attends around the detached ones.
+        batch_former: attention between the queries of all images before chosen layers. The predictions of the layers
+            before the first of them are then the same in both streams.
         aux_loss: return the predictions of every layer instead of those of the last only.
     """
 
@@ -48,6 +51,7 @@ class Decoder(nn.Module):
         refine: bool = False,
         refine_before_norm: bool = False,
         look_forward_twice: bool = False,
+        batch_former: QueryBatchFormer | None = None,
         aux_loss: bool = True,
     ) -> None:
         super().__init__()
@@ -59,6 +63,7 @@ class Decoder(nn.Module):
         self.refine = refine
         self.refine_before_norm = refine_before_norm
         self.look_forward_twice = look_forward_twice
+        self.batch_former = batch_former
         self.aux_loss = aux_loss
 
     def forward(self, memory: TokenBatch, targets: Sequence[Target] = ()) -> Outputs:
@@ -66,9 +71,12 @@ class Decoder(nn.Module):
         first: Queries = self.queries(memory, targets)
         # Layers do not read proposals and groups, and torch.compile would recompile for each value of their numbers.
         queries = replace(first, proposals=None, groups=())
-        base = queries.reference
+        sizes = [len(first.content[0]) - sum(group.size for group in first.groups), *(g.size for g in first.groups)]
+        base, streams = queries.reference, memory.num_streams
         predictions = []
         for index, layer in enumerate(self.layers):
+            if self.batch_former is not None:
+                queries, memory, base = self._batch_attention(queries, memory, base, layer=index, main=sizes[0])
             if self.update_queries is not None:
                 queries = self.update_queries(index, queries, memory)
                 base = base if self.look_forward_twice and index else queries.reference
@@ -82,14 +90,28 @@ class Decoder(nn.Module):
                     refined = self.heads.predicted_boxes(index, source, queries.reference)
                 queries = replace(queries, reference=refined.detach())
                 base = refined if self.look_forward_twice else queries.reference
+        if memory.num_streams > streams:  # forked between the queries
+            first = first.fork(first.content)
+            predictions = [tuple(x.repeat(len(state) // len(x), 1, 1) for x in parts) for parts in predictions]
         logits, boxes = zip(*predictions if self.aux_loss else predictions[-1:], strict=True)
-        sizes = [len(first.content[0]) - sum(group.size for group in first.groups), *(g.size for g in first.groups)]
         main, *others = (
             Outputs(*parts, memory.num_streams)
             for parts in zip(torch.stack(logits).split(sizes, 2), torch.stack(boxes).split(sizes, 2), strict=True)
         )
         groups = tuple(zip(first.groups, others, strict=True))
         return replace(main, proposals=first.proposals, states=state[:, : sizes[0]], groups=groups)
+
+    def _batch_attention(
+        self, queries: Queries, memory: TokenBatch, base: Tensor | None, *, layer: int, main: int
+    ) -> tuple[Queries, TokenBatch, Tensor | None]:
+        """Return queries, memory and ``base``, from which the boxes are predicted, after batch attention."""
+        assert self.batch_former is not None
+        mixed, tokens = self.batch_former(queries, memory, layer=layer, main=main)
+        if base is queries.reference:
+            base = mixed.reference
+        elif base is not None and tokens.num_streams > memory.num_streams:
+            base = torch.cat([base, base])
+        return mixed, tokens, base
 
 
 class Heads(nn.Module):

@@ -19,7 +19,7 @@ from detr_bf.analysis import detection
 from detr_bf.analysis.detection import compare_mini_batch_inference, feature_maps_of, look_of_queries
 from detr_bf.analysis.inspected import InspectedDetector, load_inspected
 from detr_bf.assembly.model import build_postprocess
-from detr_bf.batchformer.inspection import attending, batch_former_of
+from detr_bf.batchformer.inspection import attending, attention_between_images
 from detr_bf.commands import command_main
 from detr_bf.common.structures import Detections
 from detr_bf.evaluation import CocoEvaluator
@@ -176,11 +176,17 @@ def distance(first: dict[int, Detections], second: dict[int, Detections]) -> flo
     return max(float((first[i].scores - second[i].scores).abs().max()) for i in first)
 
 
+QUERIES = ("model.decoder_layers=2", "batch_former.at=queries", "batch_former.layers=[1]")
+
+
 @pytest.mark.full
-def test_both_arms_of_mini_batch_inference_see_the_same_batches(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("settings", [(), QUERIES], ids=["tokens", "queries"])
+def test_both_arms_of_mini_batch_inference_see_the_same_batches(
+    settings: tuple[str, ...], config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(detection, "CocoEvaluator", Kept)
-    run = loaded(trained(config, "run", "model.name=deformable_detr", "model.backbone.strides=[16,32]"))
-    former, postprocess = batch_former_of(run.model), build_postprocess(run.settings)
+    run = loaded(trained(config, "run", "model.name=deformable_detr", "model.backbone.strides=[16,32]", *settings))
+    former, postprocess = attention_between_images(run.model), build_postprocess(run.settings)
     arms = {(size, seed): both_arms(run, batch_size=size, seed=seed) for size in (3, 4, 6) for seed in (0, 1)}
     assert (former.mode, former.group_size, run.model.training) == ("two_stream", None, False)
     again = both_arms(run, seed=1)

@@ -31,6 +31,7 @@ ARMS = {
     "groups": ["batch_former.enabled=true", "batch_former.group_size=2"],
     "neighbours": ["batch_former.enabled=true", "batch_former.neighbours=1"],
     "kept_streams": ["batch_former.enabled=true", "batch_former.until_epoch=2", "batch_former.keep_streams=true"],
+    "queries": ["batch_former.enabled=true", "batch_former.at=queries", "batch_former.layers=[1]"],
     "longer": ["train.epochs=9"],
     "batch_size": ["train.batch_size=2", "optimizer.lr=1e-5"],
 }
@@ -39,7 +40,7 @@ SMALL = [
     "model.hidden_dim=32",
     "model.heads=2",
     "model.encoder_layers=2",
-    "model.decoder_layers=1",
+    "model.decoder_layers=2",
     "model.feedforward_dim=32",
     "model.num_queries=6",
     "model.backbone={name: resnet18, weights: none, strides: [8]}",
@@ -124,11 +125,16 @@ def test_every_detector_starts_alike_with_and_without(name: str) -> None:
     if name == "smca_multi_scale":
         settings.append("model.backbone.strides=[8,16,32]")
     states = []
-    for enabled in ("false", "true"):
-        config = load_config(None, [*settings, f"model.name={name}", f"batch_former.enabled={enabled}"])
+    queries = ["batch_former.at=queries", "batch_former.layers=[1]"]
+    for changes in (["batch_former.enabled=false"], ["batch_former.enabled=true"], queries):
+        config = load_config(None, [*settings, f"model.name={name}", "batch_former.enabled=true", *changes])
         torch.manual_seed(config.seed)
         states.append(build_model(config, num_classes=3).state_dict())
-    assert all(torch.equal(value, states[1][key]) for key, value in states[0].items())
+    for state, part in zip(states[1:], ("encoder.", "decoder."), strict=True):
+        assert all(torch.equal(value, state[key]) for key, value in states[0].items())
+        added = state.keys() - states[0].keys()
+        assert added
+        assert all(key.startswith(part) and ".batch_former.mixers.shared." in f".{key}" for key in added)
 
 
 def test_plain_epochs_have_neither_mixup_nor_sides_of_batches(trainer_of: Callable[..., Trainer]) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from detr_bf.batchformer import BatchFormerLayer, BatchFormerV2
-from detr_bf.batchformer.v2 import MODES
+from detr_bf.batchformer.modes import MODES
 from detr_bf.common.errors import InputError
 from detr_bf.common.structures import TokenBatch
 from detr_bf.transformer import Encoder, EncoderLayer, TokenAttention

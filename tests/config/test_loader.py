@@ -111,6 +111,21 @@ def test_round_trips(tmp_path: Path) -> None:
         ("model.dropout=1.5", ["between 0 and 1"]),
         ("optimizer.lr=-1", ["0 or more"]),
         ("batch_former.mode=three", ["two_stream, single_stream, duplicate, self_only, mini_batch", "'three'"]),
+        *(
+            (
+                f"batch_former={{enabled: true, at: queries, layers: [1], {setting}}}",
+                [f"batch_former.{name} is of tokens", "batch_former.at=tokens"],
+            )
+            for setting, name in (
+                ("gather: true", "gather=true"),
+                ("position: after", "position=after"),
+                ("mask_padding: true", "mask_padding=true"),
+                ("neighbours: 2", "neighbours=2"),
+                ("log_attention: true", "log_attention=true"),
+                ("references: true", "references=true"),
+            )
+        ),
+        ("batch_former.at=images", ["batch_former.at must be", "tokens, queries", "'images'"]),
         ("batch_former.layers=[0,", ["cannot be read"]),
         ("loss.focal_alpha=7", ["loss.focal_alpha must be between 0 and 1, got 7"]),
         ("loss.focal_gamma=-1", ["loss.focal_gamma must be 0 or more"]),

@@ -25,6 +25,8 @@ from scipy.optimize import linear_sum_assignment
 
 import detr_bf
 from detr_bf import export
+from detr_bf.batchformer import QueryBatchFormer
+from detr_bf.batchformer.modes import EVALUATED_MODES
 from detr_bf.commands.model_arguments import export_arguments
 from detr_bf.common.errors import InputError
 from detr_bf.common.structures import Batch, ClassMap
@@ -328,10 +330,12 @@ def test_bad_arguments(
 
 
 def test_what_cannot_be_exported(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="mini_batch_inference"):
-        predictor(batch_former=batch_former(num_encoder_layers=1, mode="mini_batch_inference")).export(
-            tmp_path / "it.onnx"
-        )
+    for mode in EVALUATED_MODES:
+        with pytest.raises(InputError, match=f"{mode}: images attend to other images"):
+            predictor(batch_former=batch_former(num_encoder_layers=1, mode=mode)).export(tmp_path / "it.onnx")
+    former = QueryBatchFormer(DIM, layers=[1], num_decoder_layers=2, mode="mini_batch_inference")
+    with pytest.raises(InputError, match="mini_batch_inference: images attend to other images"):
+        predictor(query_batch_former=former, decoder_layers=2).export(tmp_path / "it.onnx")
     squares = predictor("detr", "data.transforms.square=64")
     with pytest.raises(InputError, match="64x64"):
         squares.export(tmp_path / "it.onnx", size=(64, 96))

@@ -142,6 +142,8 @@ OVERRIDES: dict[str, tuple[str, ...]] = {
     "the same key as group and value": ("model=5",),
     "a list with the wrong types": ("batch_former.layers=[a, b]",),
     "layers beyond the encoder": ("batch_former.layers=[5]",),
+    "queries before the first decoder layer": ("batch_former.at=queries",),
+    "queries of all ranks": ("batch_former.at=queries", "batch_former.gather=true"),
     "layers twice": ("batch_former.layers=[0, 0]",),
     "negative layers": ("batch_former.layers=[-1]",),
     "no layers": ("batch_former.layers=[]",),

@@ -53,7 +53,8 @@ MORE = {
 }
 DETECTORS = {name: (*settings_of(name, stride=16), *MORE.get(name, ())) for name in tiny_detectors.DETECTORS}
 DETECTORS["without_batch_attention"] = ("batch_former.enabled=false",)
-FAST = ("detr", "smca_multi_scale", "deformable_detr_two_stage", "rtdetr", "without_batch_attention")
+DETECTORS["queries"] = (*DETECTORS["detr"], "batch_former.at=queries", "batch_former.layers=[1]")
+FAST = ("detr", "queries", "smca_multi_scale", "deformable_detr_two_stage", "rtdetr", "without_batch_attention")
 KINDS = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in DETECTORS]
 MASKS = ("model.backbone.strides=[32]", "model.masks=true", "freeze.detector=true")
 TRAINS_ALL = "model.backbone.frozen_stages=0"
@@ -109,7 +110,7 @@ def kept_by_a_real_run(config: DetectionConfig) -> int:
     return sum(size for storage, size in seen.values() if not storage.expired())
 
 
-@pytest.mark.default_tier("detr", "rtdetr", "deformable_detr_two_stage", "without_batch_attention")
+@pytest.mark.default_tier("detr", "rtdetr", "deformable_detr_two_stage", "without_batch_attention", "queries")
 @pytest.mark.parametrize("name", DETECTORS)
 def test_what_is_kept_is_what_a_real_run_keeps(name: str) -> None:
     config = tiny(*DETECTORS[name])

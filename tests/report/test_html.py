@@ -187,6 +187,9 @@ def test_batch_former_line() -> None:
     assert "batches of 2" in line
     for off in (replace(on, enabled=False), replace(on, layers=[])):
         assert batch_former_line(replace(config, batch_former=off)) == "BatchFormerV2 is off."
+    queries = replace(config.batch_former, enabled=True, at="queries", layers=[1, 2])
+    line = batch_former_line(replace(config, batch_former=queries))
+    assert line.startswith("Batch attention of queries before decoder layers 1, 2")
 
 
 def test_plugins_of_the_encoder_are_named() -> None:

@@ -197,7 +197,7 @@ def test_bad_input_is_one_message_and_leaves_everything_as_it_was(
     assert {path: path.read_bytes() for path in Path().iterdir() if path.is_file()} == before
 
 
-@pytest.mark.default_tier("changes0", "changes3")
+@pytest.mark.default_tier("changes0", "changes3", "changes4")
 @pytest.mark.parametrize(
     "changes",
     [
@@ -205,6 +205,7 @@ def test_bad_input_is_one_message_and_leaves_everything_as_it_was(
         ["batch_former.layers=[0,1]", "batch_former.shared=false", "batch_former.num_layers=2"],
         ["batch_former.mode=single_stream", "model.name=conditional_detr", "loss.classification=focal"],
         ["batch_former.mode=duplicate"],
+        ["batch_former.at=queries", "batch_former.layers=[1]", "model.decoder_layers=2"],
         TWO_STAGE,
         MULTI_SCALE,
     ],

@@ -48,7 +48,11 @@ KINDS = [
 @pytest.mark.default_tier("detr")
 @pytest.mark.parametrize(("name", "with_batch_former"), KINDS)
 def test_trains_evaluates_predicts_resumes(name: str, with_batch_former: bool, tiny: Path, tmp_path: Path) -> None:
-    settings = [*DETECTORS[name], f"batch_former.enabled={str(with_batch_former).lower()}", "eval.pictures=0"]
+    trains_evaluates_predicts_resumes(name, f"batch_former.enabled={str(with_batch_former).lower()}", tiny, tmp_path)
+
+
+def trains_evaluates_predicts_resumes(name: str, batch_former: str, tiny: Path, tmp_path: Path) -> None:
+    settings = [*DETECTORS[name], batch_former, "eval.pictures=0"]
     command = ["--config", str(tiny), *settings, "data.transforms.size_divisor=1"]  # sides of the picture differ
     whole, parted = tmp_path / "whole", tmp_path / "parted"
     assert train_net([*command, f"output_dir={whole}", "train.max_steps=8"]) == 0
@@ -66,6 +70,13 @@ def test_trains_evaluates_predicts_resumes(name: str, with_batch_former: bool, t
     (entry,) = json.loads((tmp_path / "found" / "predictions.json").read_text())
     assert {found["category_id"] for found in entry["objects"]} <= {3, 7, 90}
     assert len(entry["objects"]) > 0
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["dino", "detr"])
+def test_batch_attention_between_queries_resumes_to_the_same_bits(name: str, tiny: Path, tmp_path: Path) -> None:
+    settings = "batch_former={enabled: true, at: queries, layers: [1], group_size: 2}"
+    trains_evaluates_predicts_resumes(name, settings, tiny, tmp_path)
 
 
 DEIM = (
