@@ -314,6 +314,16 @@ def reading_paths() -> dict[str, list[str]]:
     return found
 
 
+def test_numbers_of_the_reading_guide_are_those_counted() -> None:
+    guide = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("## Reading guide")[2]
+    paths = reading_paths()
+    assert len(paths) == 2
+    for sentence, names in paths.items():
+        assert sentence.endswith(f"in {len(names)} files:")
+    assert sum(map(len, paths.values())) == guide.count("\n| `detr_bf/"), "one row for each file"
+    assert f"{len(ORDER)} folders and modules with {max(levels(folder_graph()).values())} levels of imports" in guide
+
+
 if __name__ == "__main__":
     graph = folder_graph()
     print(f"{len(ORDER)} folders and modules, {max(levels(graph).values())} levels of imports")
