@@ -210,7 +210,11 @@ def found(copy: Path, mutant: Mutant, tests: list[str], options: list[str]) -> b
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *options, *tests]
     environment = os.environ | {"PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     try:
-        ended = subprocess.run(command, cwd=copy, env=environment, capture_output=True, timeout=SECONDS, check=False)
+        ended = subprocess.run(
+            command, cwd=copy, env=environment, capture_output=True, text=True, timeout=SECONDS, check=False
+        )
+        # 4: wrong arguments, such as a test that does not exist; or conftest.py cannot be imported
+        assert ended.returncode != 4 or "while loading conftest" in ended.stderr, ended.stderr
         return ended.returncode not in (0, 5)  # 5: no test was selected
     except subprocess.TimeoutExpired:
         return True
