@@ -38,7 +38,7 @@ PARTS = {
 }
 FOLDERS = [folder for folders in PARTS.values() for folder in folders]
 MOST_TESTS = 40  # tests of a line that are tried, the fastest first
-SECONDS = 240  # limit of one run of tests; a change that makes them hang is found
+SECONDS = 900  # limit of one run of tests on a busy machine; a change that makes them hang is found
 
 _COMPARE = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq}
 _COMPARE |= {ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In}
@@ -210,7 +210,11 @@ def found(copy: Path, mutant: Mutant, tests: list[str], options: list[str]) -> b
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *options, *tests]
     environment = os.environ | {"PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     try:
-        ended = subprocess.run(command, cwd=copy, env=environment, capture_output=True, timeout=SECONDS, check=False)
+        ended = subprocess.run(
+            command, cwd=copy, env=environment, capture_output=True, text=True, timeout=SECONDS, check=False
+        )
+        # 4: wrong arguments, such as a test that does not exist; or conftest.py cannot be imported
+        assert ended.returncode != 4 or "while loading conftest" in ended.stderr, ended.stderr
         return ended.returncode not in (0, 5)  # 5: no test was selected
     except subprocess.TimeoutExpired:
         return True

@@ -203,7 +203,7 @@ def test_the_graph_of_folders_is_flat() -> None:
     graph = folder_graph()
     assert graph == ALLOWED, "every folder has its line in ALLOWED, with what it imports and nothing else"
     for folder, below in ALLOWED.items():
-        assert below <= set(ORDER[: ORDER.index(folder)]), f"'{folder}' may only import folders above it in ALLOWED"
+        assert below <= set(ORDER[: ORDER.index(folder)]), f"'{folder}' may only import folders earlier in ALLOWED"
     assert len(ALLOWED) <= 32
     assert max(levels(graph).values()) <= 13
     assert len(list(PACKAGE.glob("*.py"))) <= 3
@@ -312,6 +312,16 @@ def reading_paths() -> dict[str, list[str]]:
         else:
             sentence = part.strip()
     return found
+
+
+def test_numbers_of_the_reading_guide_are_those_counted() -> None:
+    guide = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("## Reading guide")[2]
+    paths = reading_paths()
+    assert len(paths) == 2
+    for sentence, names in paths.items():
+        assert sentence.endswith(f"in {len(names)} files:")
+    assert sum(map(len, paths.values())) == guide.count("\n| `detr_bf/"), "one row for each file"
+    assert f"{len(ORDER)} folders and modules with {max(levels(folder_graph()).values())} levels of imports" in guide
 
 
 if __name__ == "__main__":

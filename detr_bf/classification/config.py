@@ -51,9 +51,9 @@ class ClassifierModelConfig:
 class StreamPluginConfig:
     """Settings shared by BatchFormer and BatchFormerV2."""
 
-    enabled: bool = False
+    enabled: bool = False  # use batch attention
     num_layers: int = positive(1, LAYERS)  # stacked layers per insertion
-    dropout: float = below_one(0.5)
+    dropout: float = below_one(0.5)  # probability, in the layers of batch attention
     gather: bool = False  # attend over the images of all processes in training
 
 
@@ -94,7 +94,7 @@ class BatchFormerPluginConfig(StreamPluginConfig):
 class DiversePatchConfig:
     """DiversePatch (Gong et al. 2021, arXiv 2104.12753): weights of its three losses, and its CutMix."""
 
-    enabled: bool = False
+    enabled: bool = False  # use this plug-in
     cosine: float = not_negative(1.0)  # cosine similarity of the patches of an image
     contrastive: float = not_negative(1.0)  # patches of the last block against their embeddings
     mixing: float = not_negative(1.0)  # classes of mixed patches; needs patch_cutmix
@@ -146,7 +146,7 @@ class RideConfig:
 class ClassifierLossConfig:
     """Classification loss."""
 
-    name: str = choice("cross_entropy", "balanced_softmax", "ride")
+    name: str = choice("cross_entropy", "balanced_softmax", "ride")  # kind of loss
     ride: RideConfig = field(default_factory=RideConfig)
     label_smoothing: float = below_one(0.1)  # only name=cross_entropy
     loss_scale: float = positive(1.0)  # factor of name=balanced_softmax; 3 in BatchFormer's code, which sums streams
@@ -228,7 +228,7 @@ class ClassifierDataConfig(ImageDataConfig):
 class ImageOptimizerConfig(OptimizerConfig):
     """Optimizer of classifiers and masked autoencoders."""
 
-    name: str = choice("adamw", "sgd")
+    name: str = choice("adamw", "sgd")  # kind of optimizer
     lr: float = not_negative(5e-4, RATE)  # learning rate; 5e-4 * total batch / 512 in DeiT
     weight_decay: float = not_negative(0.05)  # of matrices; biases, norms, scales and tokens have none
     decay_vectors: bool = False  # apply weight_decay to all weights, as recipes of residual networks do
@@ -270,7 +270,7 @@ class ClassifierEvalConfig:
 class ClassifierConfig(RunConfig):
     """Settings of task=classification."""
 
-    task: str = choice("classification")
+    task: str = choice("classification")  # what is trained
     model: ClassifierModelConfig = field(default_factory=ClassifierModelConfig)
     plugins: PluginsConfig = field(default_factory=PluginsConfig)
     loss: ClassifierLossConfig = field(default_factory=ClassifierLossConfig)

@@ -80,7 +80,7 @@ class MaskedEvalConfig:
 class MaskedConfig(RunConfig):
     """Settings of task=masked_autoencoding."""
 
-    task: str = choice("masked_autoencoding")
+    task: str = choice("masked_autoencoding")  # what is trained
     model: MaskedModelConfig = field(default_factory=MaskedModelConfig)
     batch_former: InsertedPluginConfig = field(default_factory=InsertedPluginConfig)  # in the decoder
     data: MaskedDataConfig = field(default_factory=MaskedDataConfig)

@@ -202,7 +202,7 @@ class OptimizerConfig:
     """Learning rate, its schedule, weight decay and gradient clipping."""
 
     lr: float = not_negative(1e-4, RATE)  # learning rate
-    weight_decay: float = not_negative(1e-4)
+    weight_decay: float = not_negative(1e-4)  # times the learning rate: share of a weight that each step subtracts
     schedule: str = choice("step", "cosine", "flat_cosine")  # of the learning rate
     drop_epochs: list[int] = indices(200)  # epochs after which lr is multiplied by drop_factor; only schedule=step
     drop_factor: float = positive(0.1, 1)  # factor at each of drop_epochs
@@ -220,7 +220,7 @@ EMA_SPANS = 6  # averaging lengths, of 1 / (1 - decay) steps each, in a run whos
 class EmaConfig:
     """Exponential moving average of the weights; evaluation uses it if it is on."""
 
-    enabled: bool = False
+    enabled: bool = False  # average the weights, and evaluate the average
     decay: float = below_one(0.9997)  # share of the old average kept at each optimizer step
     warmup_steps: int = not_negative(0, STEPS)  # W > 0: step n keeps decay * (1 - exp(-n / W)); 0: always decay
 
@@ -303,10 +303,11 @@ class RunConfig:
 class ContextBroadcastingConfig:
     """Context Broadcasting (Hyeon-Woo et al. 2023, arXiv 2210.08457): add the mean token to all tokens of a block."""
 
-    enabled: bool = False
+    enabled: bool = False  # use this plug-in
     layers: Any = "upper"  # upper (second half), all, or a list of blocks (encoder layers of a detector) counted from 0
-    # end, mid or front of the feed-forward network; after attention; both: attention and end
-    position: str = choice("end", "mid", "front", "attention", "both")
+    position: str = choice(
+        "end", "mid", "front", "attention", "both"
+    )  # end, mid or front of the feed-forward network; after attention; both: attention and end
     scaled: bool = False  # multiply the mean by learned scales (CB_S in the paper); only position=end
 
 
@@ -314,7 +315,7 @@ class ContextBroadcastingConfig:
 class LocalizationConfig:
     """Dense relative localization (Liu et al. 2021, arXiv 2106.03746): predict the distance of pairs of tokens."""
 
-    enabled: bool = False
+    enabled: bool = False  # use this plug-in
     weight: float | None = not_negative(None)  # lambda; null: 0.01 for a ViT (paper), 0.5 for Swin (authors' train.sh)
     variant: str = choice("abs", "signed", "ce", "reg", "all")  # see docs/recipes.md; all: abs at every block
     hidden: int = positive(512, WIDTH)  # width of both hidden layers of the predictor

@@ -102,9 +102,7 @@ class RtdetrConfig:
     points: list[int] = sizes(4)  # sampling points per query and head on a level; several: one number for each level
     sampling: str = choice("bilinear", "discrete")  # discrete: read the nearest cell, for devices without sampling
     learned_content: bool = False  # learned content of the queries instead of the features of the tokens
-    as_released: bool = (
-        False  # on maps that are not square, positions, cells and discrete sampling of the released code
-    )
+    as_released: bool = False  # on non-square maps: positions, cells and discrete sampling of the released code
 
 
 @dataclass
@@ -147,10 +145,10 @@ class ModelConfig:
     name: str = "detr"  # a name in detr_bf.detectors.DETECTORS
     hidden_dim: int = positive(256, WIDTH)  # channels of a token
     heads: int = positive(8, 1024)  # attention heads
-    encoder_layers: int = not_negative(6, LAYERS)
-    decoder_layers: int = positive(6, LAYERS)
+    encoder_layers: int = not_negative(6, LAYERS)  # number of them
+    decoder_layers: int = positive(6, LAYERS)  # number of them
     feedforward_dim: int = positive(2048, 4 * WIDTH)  # hidden channels of the feed-forward networks
-    dropout: float = below_one(0.1)
+    dropout: float = below_one(0.1)  # probability, in the layers of encoder and decoder
     pre_norm: bool = False  # layer norm before instead of after each sub-layer
     activation: str = choice("relu", "prelu", "gelu")  # of the feed-forward networks; prelu in DAB-DETR
     num_queries: int = positive(100, 100_000)  # maximum number of detections per image
@@ -181,7 +179,7 @@ class ModelConfig:
 class BatchFormerConfig:
     """BatchFormerV2 in the encoder, or batch attention between the queries of the decoder."""
 
-    enabled: bool = False
+    enabled: bool = False  # use batch attention
     at: str = choice("tokens", "queries")  # what attends to other images: tokens of the encoder, or decoder queries
     layers: list[int] = indices(0)  # encoder layers (at=queries: decoder layers), counted from 0, ascending
     position: str = choice("before", "after")  # of the encoder layer; the authors' code inserts after it
@@ -192,7 +190,7 @@ class BatchFormerConfig:
     mixer: str = "attention"  # what works along the batch: a name in detr_bf.batchformer.BATCH_MIXERS
     num_layers: int = positive(1, LAYERS)  # stacked layers per insertion
     heads: int = positive(4, 1024)  # attention heads
-    dropout: float = below_one(0.5)
+    dropout: float = below_one(0.5)  # probability, in the layers of batch attention
     mask_padding: bool = False  # exclude padded positions of the other images from the attention
     gather: bool = False  # attend over the images of all processes in training
     until_epoch: int | None = positive(None)  # train with it for this many epochs, then without; null: to the end
@@ -349,7 +347,7 @@ class EvalConfig:
 class DetectionConfig(RunConfig):
     """Settings of task=detection."""
 
-    task: str = choice("detection")
+    task: str = choice("detection")  # what is trained
     model: ModelConfig = field(default_factory=ModelConfig)
     batch_former: BatchFormerConfig = field(default_factory=BatchFormerConfig)
     plugins: DetectorPluginsConfig = field(default_factory=DetectorPluginsConfig)

@@ -185,9 +185,10 @@ def file_limit(max_pixels: int) -> int:
 
 
 def open_image(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
-    """Decode the bytes of a file of one of :data:`IMAGE_FORMATS`; all images are opened here.
+    """Decode the bytes of a file of one of :data:`IMAGE_FORMATS`.
 
-    No other decoder of Pillow is used, because some start programs (EPS). The file extension is ignored.
+    No other decoder of Pillow is used, because some start programs (EPS). The file extension is ignored. Only frames of
+    videos and images that detectron2 loads are decoded elsewhere.
 
     Raises:
         TooLargeError: it has more than ``max_pixels`` pixels; nothing was decoded.

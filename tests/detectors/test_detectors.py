@@ -10,6 +10,8 @@ from torch import nn
 
 from detr_bf.common.errors import InputError
 from detr_bf.common.structures import Batch, FeatureMap, Outputs, Queries, TokenBatch
+from detr_bf.config.detection import WITH_EXTRA_LEVELS
+from detr_bf.detectors import DETECTORS as BY_NAME
 from detr_bf.detectors import Options
 from detr_bf.detectors.dab_detr import AnchorQueries
 from detr_bf.transformer import Encoder, LearnedQueries
@@ -194,6 +196,10 @@ def test_a_wrong_number_of_feature_maps_is_refused() -> None:
         DETECTORS["smca_multi_scale"][1](nn.Identity(), [3, 3], _options())
     with pytest.raises(InputError, match="box_refine=true as well"):
         DETECTORS["deformable_detr"][1](nn.Identity(), [3], _options(), two_stage=True)
+
+
+def test_detectors_with_extra_levels_are_those_that_the_config_names() -> None:
+    assert {name for name, kind in BY_NAME.items() if "extra_levels" in kind.settings} == set(WITH_EXTRA_LEVELS)
 
 
 @pytest.mark.parametrize("name", TWO_STAGE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import importlib
 import re
 from collections.abc import Iterator
@@ -15,12 +16,14 @@ from detr_bf.classification.config import ClassifierConfig
 from detr_bf.classification.masked_config import MaskedConfig
 from detr_bf.commands import COMMANDS
 from detr_bf.config import DetectionConfig, known_keys
+from detr_bf.detectors.declaration import DetectorKind
 
 ROOT = Path(__file__).parents[2]
 NAMES = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md"]
 NAMES += sorted(page.relative_to(ROOT).as_posix() for page in (ROOT / "docs").rglob("*.md"))
 NAMED = re.compile(r"\b(?:configs/[\w/-]+\.yaml|(?:tools|docs|benchmarks)/(?!test_)\w+\.(?:py|md|sh|sbatch|png))")
 OWN_FILE = re.compile(r"`((?:detr_bf|tests|docs)/[\w/.-]+)`")
+IDENTIFIER, PYTHON_FILE = r"`((?!\w+\.py`)[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)?)`", r"`((?:[\w.-]+/)*\w+\.py)`"
 KEY = re.compile(r"(?<![\w./-])([a-z_]+(?:\.[a-z0-9_]+)+)=")
 QUOTED_KEY = re.compile(
     r"`((?:model|batch_former|plugins|freeze|loss|data|optimizer|train|checkpoint|eval)\.[a-z0-9_.]+)[`=]"
@@ -89,6 +92,59 @@ def test_files_in_the_fidelity_tables_exist() -> None:
     assert len(named) > 30
     folders = (ROOT, ROOT / "detr_bf", ROOT / "tests")
     assert not [each for each in sorted(named) if not any((folder / each).exists() for folder in folders)]
+
+
+@cache
+def defined_names(path: Path) -> set[str]:
+    """Return the functions, classes, methods, fields and constants of a module: ``f``, ``A``, ``A.f``."""
+    found = set()
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        outer = names_of(node)
+        found |= outer
+        if isinstance(node, ast.ClassDef):
+            found |= {f"{node.name}.{name}" for inner in node.body for name in names_of(inner)}
+    return found
+
+
+def names_of(node: ast.stmt) -> set[str]:
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return {node.name}
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    return {name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)}
+
+
+def names_with_files(page: str) -> Iterator[tuple[str, str]]:
+    """Yield each name that a page says is in a Python file, with the file.
+
+    The forms are "`NAME` in `FILE`", a row of a table "| `FILE` | `NAME`, `NAME` |", and an item of a list
+    "1. `FILE`: ... in `NAME`".
+    """
+    yield from re.findall(rf"{IDENTIFIER}\s+(?:in|of|at)\s+{PYTHON_FILE}", page)
+    for file, cell in re.findall(rf"^\| {PYTHON_FILE} \| ([^|]*) \|", page, re.MULTILINE):
+        yield from ((name, file) for name in re.findall(IDENTIFIER, cell))
+    for file, item in re.findall(rf"^\d+\. {PYTHON_FILE}(.*(?:\n   .*)*)", page, re.MULTILINE):
+        yield from ((name, file) for name in re.findall(rf"\bin\s+{IDENTIFIER}(?!\s+(?:in|of|at)\s+`)", item))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_names_are_in_the_files_that_a_page_names(name: str) -> None:
+    found = {(each, file) for each, file in names_with_files(text(name)) if "NAME" not in file}
+    wrong = [(each, file) for each, file in sorted(found) if each not in defined_names(ROOT / file)]
+    assert not wrong
+    assert name != "CONTRIBUTING.md" or len(found) > 60
+
+
+def test_a_name_that_is_not_in_its_file_is_found() -> None:
+    page = "see `a`\nin `x/y.py`\n\n| `z.py` | `B.c`, `d` | `e` |\n\n1. `w.py`: one line in\n   `F` (a `g`).\n"
+    assert list(names_with_files(page)) == [("a", "x/y.py"), ("B.c", "z.py"), ("d", "z.py"), ("F", "w.py")]
+    names = defined_names(ROOT / "detr_bf" / "detectors" / "declaration.py")
+    assert {"declare", "DetectorKind.settings", "DetectorKind.own"} <= names
+    assert "own" not in names
+
+
+def test_all_needs_of_a_detector_are_explained() -> None:
+    needs = {each.name for each in dataclasses.fields(DetectorKind)} - {"build", "own"}
+    assert not [need for need in sorted(needs) if f"`{need}=" not in text("CONTRIBUTING.md")]
 
 
 def test_names_are_found() -> None:

@@ -38,11 +38,13 @@ def tables() -> ModuleType:
 
 @pytest.mark.parametrize("schema", [DetectionConfig, ClassifierConfig, MaskedConfig])
 def test_every_setting_has_a_row(tables: ModuleType, schema: type) -> None:
-    found = [setting.key for setting in described_settings(schema)]
+    described = list(described_settings(schema))
+    found = [setting.key for setting in described]
     assert sorted(found) == sorted(known_keys(schema))
     rows = [line for line in tables.markdown(schema).splitlines() if line.startswith("| `")]
     assert len(rows) == len(found)
     assert all(len(re.findall(r"(?<!\\)\|", row)) == 6 for row in rows)
+    assert not [setting.key for setting in described if not setting.comment], "write a comment after the field"
 
 
 def test_a_row_has_type_default_range_and_comment() -> None:
