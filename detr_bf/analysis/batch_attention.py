@@ -69,13 +69,15 @@ class PlaceAttention:
 
 
 def choose_places(subject: InspectedRun, count: int, batch_size: int, seed: int = 0) -> list[Place]:
-    """Return places in random validation images, each in a batch with other random ones.
+    """Return places in random validation images, each in a batch with other random ones, or with its reference alone.
 
     Raises:
         InputError: there are fewer images than a batch needs.
     """
     images = len(subject.names)
-    if batch_size < 2:
+    if subject.shows_references:
+        batch_size = 1
+    elif batch_size < 2:
         raise InputError(f"batch attention is between images: --images must be 2 or more, got {batch_size}")
     if images < batch_size:
         raise InputError(f"{subject.name} has {images} validation images, fewer than the {batch_size} of --images")
@@ -93,6 +95,8 @@ def place_in(
         InputError: as :meth:`InspectedRun.find` and :func:`choose_places`.
     """
     index = subject.find(name)
+    if subject.shows_references:
+        return Place((index,), point)
     [place] = choose_places(subject, 1, batch_size, seed)
     others = [other for other in place.indices if other != index]
     return Place((index, *others[: batch_size - 1]), point)

@@ -82,6 +82,11 @@ class InspectedRun(ABC):
     def levels(self, tokens: TokenBatch, batch: ShownBatch) -> list[Level]:
         """Return the feature maps in the tokens of a batch, finest first."""
 
+    @property
+    def shows_references(self) -> bool:
+        """True if each image is shown beside its reference."""
+        return False
+
     def untrained(self) -> nn.Module:
         """Return the model as it was before training."""
         task = task_of(self.config)
@@ -108,7 +113,7 @@ class InspectedRun(ABC):
 
 
 class InspectedDetector(InspectedRun):
-    """A detector."""
+    """A detector; one that reads references in evaluation gets one image at a time, shown beside its reference."""
 
     def __init__(self, name: str, model: nn.Module, config: DetectionConfig, data: Any) -> None:
         super().__init__(name, model, config, data.class_map)
@@ -119,6 +124,10 @@ class InspectedDetector(InspectedRun):
     def names(self) -> Sequence[str]:
         return [printable(name) for name in self.data.file_names]
 
+    @property
+    def shows_references(self) -> bool:
+        return self.data.references is not None
+
     def load(self, indices: Sequence[int]) -> ShownBatch:
         batch = Batch.collate([self.data[SampleKey(0, index)] for index in indices])
         images = []
@@ -127,6 +136,11 @@ class InspectedDetector(InspectedRun):
             boxes = box_convert(target.boxes, "cxcywh", "xyxy") * torch.tensor([width, height, width, height])
             picture = pixels[:, :height, :width].permute(1, 2, 0).float() / 255
             images.append(ShownImage(target.file_name, picture.numpy(), target.original_size, boxes.numpy()))
+        if self.shows_references:
+            (image,), (pixels,) = images, batch.references_or_images
+            height, width = image.picture.shape[:2]
+            picture = pixels[:, :height, :width].permute(1, 2, 0).float() / 255
+            images.append(ShownImage(f"reference of {image.name}", picture.numpy(), image.original_size, image.boxes))
         height, width = batch.images.shape[-2:]
         return ShownBatch(batch.to(self.device), tuple(images), (height, width))
 

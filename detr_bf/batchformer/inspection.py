@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from detr_bf.batchformer.gather import Exchange
 from detr_bf.batchformer.mixers import BatchEncoderLayer
-from detr_bf.batchformer.modes import SEPARATE_MODES, InsertedBatchFormer
+from detr_bf.batchformer.modes import EVALUATED_MODES, SEPARATE_MODES, InsertedBatchFormer
 from detr_bf.batchformer.v2 import BatchFormerV2
 from detr_bf.common.errors import InputError
 from detr_bf.common.structures import TokenBatch
@@ -65,8 +65,8 @@ def attention_between_images(model: nn.Module) -> InsertedBatchFormer:
         raise InputError(f"with batch_former.mode={found.mode} no image attends to another: there is nothing to show")
     if isinstance(found, BatchFormerV2) and found.neighbours is not None:
         raise InputError("with batch_former.neighbours every image has a sequence of its own: this is not shown")
-    if isinstance(found, BatchFormerV2) and found.references:
-        raise InputError("with batch_former.references images attend to their references alone: this is not shown")
+    if isinstance(found, BatchFormerV2) and found.references and found.mode not in EVALUATED_MODES:
+        raise InputError(f"with batch_former.mode={found.mode} references are read in training only: nothing to show")
     return found
 
 
@@ -133,7 +133,7 @@ def recorded(batch_former: BatchFormerV2, positions: int | None = None) -> Itera
             tokens, ignored = tokens[:, chosen], None if ignored is None else ignored[:, chosen]
         with torch.autocast(tokens.device.type, enabled=False):
             weights = layer.attention_weights(tokens.float(), ignored, exchange)
-        if batch_former.group_size is not None or batch_former.neighbours is not None:
+        if batch_former.group_size is not None or batch_former.neighbours is not None or batch_former.references:
             chosen = None
         recording.attention.append(LayerAttention(layers[0], depths[layer], weights, chosen))
 
@@ -171,7 +171,8 @@ def stream_distance(clean: Tensor, second: Tensor) -> Tensor:
 def statistics(recording: Recording) -> dict[str, Tensor]:
     """Return scalars by name, means over the images and the unpadded positions.
 
-    Padded positions are included with ``gather``, ``group_size`` and ``neighbours``.
+    Padded positions are included with ``gather``, ``group_size``, ``neighbours`` and ``references``; with the last,
+    means are over the images and their references, of which each is the only other image.
 
     ``attention/L/others`` and ``attention/L/entropy`` are :func:`share_of_others` and :func:`batch_entropy` at encoder
     layer L, each also by head (``.../head_0``); a further layer D of the mixer has the name ``L.D``.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 from torch import Tensor, nn
 
 from detr_bf.analysis.batch_attention import Place, attention_at, choose_places, position_of, received_attention
@@ -91,6 +92,60 @@ def test_every_detector(config: Path, tmp_path: Path, name: str, strides: str, l
     assert list(sums.values()) == pytest.approx([1.0] * len(sums), abs=1e-5)
     with Image.open(tmp_path / "out/batch-attention.png") as picture:
         assert picture.width > 1000
+
+
+def with_references(config: Path) -> tuple[str, ...]:
+    """Write upside-down copies of all images; return the settings with which they are the references."""
+    settings = ["batch_former.references=true", "batch_former.mode=single_stream_inference", "data.reference=own"]
+    for name in ("train", "val"):
+        folder = config.parent / f"{name}_references"
+        folder.mkdir()
+        for file in (config.parent / name / "images").iterdir():
+            with Image.open(file) as image:
+                ImageOps.flip(image.convert("RGB")).save(folder / file.name)
+        settings.append(f"data.{name}.references={folder}")
+    return tuple(settings)
+
+
+def test_a_detector_with_references(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = with_references(config)
+    run = trained(config, "run", *settings)
+    out = ["--output", str(tmp_path / "out")]
+    assert analyze(["batch-attention", str(run), *out, "--image", "0103.png"]) == 0
+    rows = table(tmp_path / "out/batch-attention.csv")
+    assert {row["attended"] for row in rows} == {"0103.png", "reference of 0103.png"}
+    assert len(rows) == 2 * 2 * 2, "layers of the mixer, heads, images"
+    subject = load_inspected("run", run)
+    shown = subject.load([2])
+    np.testing.assert_allclose(shown.images[1].picture, shown.images[0].picture[::-1], atol=0.03)  # resized
+    with torch.no_grad(), recorded(subject.model.encoder.batch_former) as recording:
+        subject.model(shown.inputs)
+    found = attention_at(subject, Place((2,), None))
+    position = position_of(found.point, shown.size, subject.levels(recording.insertions[0].before, shown)[0])
+    expected = recording.attention[0].weights[position, :, 0].numpy()
+    np.testing.assert_allclose(found.weights[0, 0, 0], expected, atol=1e-6)
+    assert expected.shape == (2, 2), "heads, image and reference"
+    assert analyze(["batch-attention", str(run), *out, "--auto", "3"]) == 0
+    for arguments, message in (
+        (["batch-attention", str(run), *out, "--images", "2"], "attends to its reference alone"),
+        (["mini-batch-inference", str(run), *out], "attend to their references, not to each other"),
+    ):
+        assert analyze(arguments) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_references_of_training_alone_are_not_shown(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = trained(config, "run", *with_references(config), "batch_former.mode=two_stream")
+    assert analyze(["batch-attention", str(run), "--output", str(tmp_path / "out")]) == 2
+    assert "references are read in training only" in capsys.readouterr().err
+
+
+def test_logged_statistics_of_references(config: Path) -> None:
+    run = trained(config, "run", *with_references(config), "batch_former.log_attention=true", "train.log_every=1")
+    [record] = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines() if "attention" in line]
+    assert 0 < record["attention/0/others"] < 1
 
 
 def test_a_classifier(tmp_path: Path) -> None:
