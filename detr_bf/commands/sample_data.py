@@ -19,7 +19,7 @@ def main(options: argparse.Namespace) -> int:
     if options.name != "pairs" and "contrast" in given:
         raise InputError(f"--contrast is an option of pairs, not of {options.name}")
     folder = SETS[options.name](options.output, progress=True, **given)
-    licence = pairs.LICENCE if options.name == "pairs" else digits.LICENCE
+    licence = pairs.PHOTO_LICENCE if options.name == "pairs" else digits.LICENCE
     annotations = sorted(path.name for path in folder.glob("*.json") if path.name != MANIFEST)
     print(f"{printable(folder)}: {', '.join(annotations)} and their images\n{licence['name']} ({licence['url']})")
     return 0

@@ -38,7 +38,7 @@ PHOTOS: dict[SampleSplit, tuple[str, ...]] = {
     ),
     "val": ("camera.png", "chelsea.png", "grass.png", "ihc.png"),
 }
-LICENCE = {
+PHOTO_LICENCE = {
     "name": "Marks drawn on photographs carried by scikit-image; see its terms",
     "url": "https://scikit-image.org/docs/stable/api/skimage.data.html",
 }
@@ -69,8 +69,8 @@ def build_pairs(
     num_val: int = 200,
     image_size: int = 160,
     seed: int = 0,
-    contrast: int = 24,
-    object_size: tuple[float, float] = (0.1, 0.25),
+    contrast: int = 32,
+    object_size: tuple[float, float] = (0.15, 0.3),
     progress: bool = False,
 ) -> Path:
     """Write the ``pairs`` set to the folder ``output`` if it is not there yet, and return that folder.
@@ -93,7 +93,7 @@ def build_pairs(
         marked = populate(photo, partial(random_mark, contrast=recipe.contrast), recipe.object_size, rng)
         return replace(marked, reference=photo)
 
-    return write_dataset(output, recipe, MARK_NAMES, LICENCE, draw, progress)
+    return write_dataset(output, recipe, MARK_NAMES, PHOTO_LICENCE, draw, progress)
 
 
 def whole(photo: Image.Image) -> Area:
