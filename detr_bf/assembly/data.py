@@ -61,14 +61,10 @@ def build_references(config: DetectionConfig, split: str, folder: Path, content:
         InputError: as :func:`~detr_bf.data.references.own_files` and :func:`~detr_bf.data.references.groups_of`.
     """
     data = config.data
-    if data.reference == "none" or (split == "val" and not config.references_in_evaluation):
+    if not config.reads_references(split):
         return None
     if data.reference == "own":
-        from_train = split == "val" and (data.folds or data.val_fraction)
-        given: SplitConfig = data.train if from_train else getattr(data, split)
-        setting = f"data.{'train' if from_train else split}.references"
-        own = _located(setting, given.references) if given.references else None
-        files: Sequence[Path | None] = own_files(content.images, folder, own)
+        files: Sequence[Path | None] = own_files(content.images, folder, _reference_folder(data, split))
         missing = sum(file is None for file in files)
         if missing:
             logger.warning("data.%s: %d of %d images have no reference", split, missing, len(files))
@@ -76,6 +72,21 @@ def build_references(config: DetectionConfig, split: str, folder: Path, content:
     groups = groups_of(content.images) if data.reference == "same_group" else ()
     names = values_of(content.images, "file_name")
     return References(data.reference, [folder / name for name in names], groups, data.reference_shift)
+
+
+def reference_folders(config: DetectionConfig) -> dict[str, Path | None]:
+    """Return the folder of the own references of the splits whose images are read with them.
+
+    None: they are below the folder of the images.
+    """
+    read = [split for split in ("train", "val") if config.data.reference == "own" and config.reads_references(split)]
+    return {split: _reference_folder(config.data, split) for split in read}
+
+
+def _reference_folder(data: DataConfig, split: str) -> Path | None:
+    of = "train" if split == "val" and (data.folds or data.val_fraction) else split
+    given: SplitConfig = getattr(data, of)
+    return _located(f"data.{of}.references", given.references) if given.references else None
 
 
 def build_train_transforms(config: DetectionConfig) -> tuple[SampleTransform, dict[int, SampleTransform]]:
