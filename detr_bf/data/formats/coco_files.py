@@ -140,14 +140,12 @@ def _located(root: Path, name: str, content: CocoAnnotations, index: PathIndex) 
 
 
 def _located_template(image: Mapping[str, Any], file: str, folder: str, index: PathIndex) -> dict[str, str]:
-    """Return the reference of an image relative to the root, if it is a file below the folder of the images.
+    """Return the reference of an image relative to the root, if it is a file there or below the folder of the images.
 
-    Others stay as they are: they are relative to the root, or to a folder of references.
+    Others stay as they are: they are relative to a folder of references.
     """
     given = image.get(KEY)
-    if not isinstance(given, str) or not given or index.find(given) is not None:
-        return {}
-    found = index.find(given, [folder])
+    found = index.find(given, ["", folder]) if isinstance(given, str) and given else None
     return {} if found in (None, file) else {KEY: str(found)}
 
 
