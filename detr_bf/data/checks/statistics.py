@@ -115,8 +115,8 @@ def statistics_lines(document: Mapping[str, Any]) -> Iterator[str]:
     if any("references" in each for each in splits.values()):
         of = [each.get("references", {"images": 0, "differing": None}) for each in splits.values()]
         rows.append(("images with a reference", *(f"{each['images']:,}" for each in of)))
-        shares = ([100 * share for share in each["differing"]] if each["differing"] else None for each in of)
-        rows.append(("pixels unlike the reference, %, median (5 % to 95 %)", *map(_quantile_text, shares)))
+        percent = ([100 * share for share in each["differing"]] if each["differing"] else None for each in of)
+        rows.append(("pixels unlike the reference, %, median (5 % to 95 %)", *map(_quantile_text, percent)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
