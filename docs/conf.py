@@ -38,6 +38,7 @@ CONTENTS = {
         "docs/data",
         "docs/settings",
         "docs/batch_attention",
+        "docs/pairs",
         "docs/fine_tuning",
         "docs/comparing",
         "docs/inference",

@@ -63,7 +63,7 @@ def build_references(config: DetectionConfig, split: str, folder: Path, content:
         InputError: as :func:`~detr_bf.data.references.own_files` and :func:`~detr_bf.data.references.groups_of`.
     """
     data = config.data
-    if data.reference == "none" or (split == "val" and not config.references_in_evaluation):
+    if not config.reads_references(split):
         return None
     if data.reference == "own":
         own = references_folder(config, split)
@@ -108,6 +108,15 @@ def references_of_run(config: DetectionConfig, files: Sequence[Path]) -> list[Pa
             "the names of the images"
         ) from error
     return [known[real_path(file)] for file in files]
+
+
+def reference_folders(config: DetectionConfig) -> dict[str, Path | None]:
+    """Return the folder of the own references of the splits whose images are read with them.
+
+    None: they are below the folder of the images.
+    """
+    read = [split for split in ("train", "val") if config.data.reference == "own" and config.reads_references(split)]
+    return {split: references_folder(config, split) for split in read}
 
 
 def build_train_transforms(config: DetectionConfig) -> tuple[SampleTransform, dict[int, SampleTransform]]:

@@ -22,12 +22,13 @@ from detr_bf.interop.hub import is_hub_address
 from detr_bf.interop.published import find_weights, published
 
 SHELLS = ("bash", "zsh")
-SAMPLE_SETS = ("digits", "scenes")
+SAMPLE_SETS = ("digits", "scenes", "pairs")
 SAMPLE_OPTIONS = {
     "num_train": "training images",
     "num_val": "validation images",
     "image_size": "pixels of a side",
     "seed": "0 or larger",
+    "contrast": "of pairs alone: levels of 255 by which a mark is lighter or darker",
 }
 TRAINED_HELP = "run folder, checkpoint, saved folder, or name of published weights"
 RUN_HELP = f"exported file, {TRAINED_HELP}"
@@ -419,6 +420,7 @@ _SAMPLE_DATA = """Build a sample data set of composites as COCO JSON and image f
 
 detr-bf sample-data digits --output data/digits
 detr-bf sample-data scenes --output data/scenes
+detr-bf sample-data pairs --output data/pairs --contrast 16
 """
 
 
@@ -426,7 +428,10 @@ def sample_data_arguments(given: Sequence[str] | None = None) -> argparse.Namesp
     """Read the arguments of ``detr-bf sample-data``."""
     parser = command_parser(_SAMPLE_DATA)
     parser.add_argument(
-        "name", choices=SAMPLE_SETS, help="digits: MNIST on photographs; scenes: MNIST on textures, panoptic"
+        "name",
+        choices=SAMPLE_SETS,
+        help="digits: MNIST on photographs; scenes: MNIST on textures, panoptic; pairs: faint marks on photographs, "
+        "with each photograph itself as the reference",
     )
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="new folder, or the same set")
     for option, meaning in SAMPLE_OPTIONS.items():

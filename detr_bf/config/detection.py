@@ -409,6 +409,10 @@ class DetectionConfig(RunConfig):
         former = self.batch_former
         return self.model.backbone.reference != "none" or (former.in_evaluation and former.references)
 
+    def reads_references(self, split: str) -> bool:
+        """True if the references of the images of ``train`` or ``val`` are read."""
+        return self.data.reference != "none" and (split == "train" or self.references_in_evaluation)
+
     def _check_references(self, prefix: str) -> None:
         """Refuse references that nothing reads, and readers without references."""
         former, backbone = self.batch_former, self.model.backbone

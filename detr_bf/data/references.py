@@ -20,6 +20,7 @@ from torch import Tensor
 from detr_bf.common.errors import InputError
 from detr_bf.common.files import is_folder
 from detr_bf.common.text import printable
+from detr_bf.data.annotation_values import value_text
 from detr_bf.data.batches import derive_seed
 from detr_bf.data.inputs import is_image_file
 
@@ -114,10 +115,14 @@ def own_files(images: Sequence[Mapping[str, Any]], folder: Path, references: Pat
         name = image.get(KEY)
         if name is None:
             found.append(known.get(PurePosixPath(image["file_name"]).with_suffix("").as_posix()))
-        elif isinstance(name, str) and name:
+        elif isinstance(name, str) and name and not PurePosixPath(name).is_absolute():
             found.append((references or folder) / name)
         else:
-            raise InputError(f"image {image['id']}: {KEY} is {printable(repr(name))}, expected the name of a file")
+            where = "references" if references else "images"
+            raise InputError(
+                f"image {image['id']}: {KEY} is {value_text(name)}, expected the path of a file relative to the folder "
+                f"of the {where}, {printable(references or folder)}"
+            )
     if not any(found):
         where = f"in {printable(references)} no file has the name of an image" if references else "none is given"
         raise InputError(

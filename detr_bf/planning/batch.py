@@ -50,7 +50,9 @@ def fit_batch(config: DetectionConfig, model: Detector, data: CocoDetection, dev
     objects = int(data.class_counts_of_images.sum(1).max()) if len(data) else 0
 
     def attempt(size: int) -> None:
-        trial_step(config, model, worst_batch(size, (height, width), objects, config.model.masks), device)
+        references = config.data.reference != "none"
+        batch = worst_batch(size, (height, width), objects, config.model.masks, references)
+        trial_step(config, model, batch, device)
 
     planned = copy.deepcopy(config)
     names = {dtype: name for name, dtype in PRECISIONS.items()}
@@ -125,8 +127,11 @@ def worst_size(config: DetectionConfig, data: CocoDetection) -> tuple[int, int]:
     return max(size[0] for size in resized), max(size[1] for size in resized)
 
 
-def worst_batch(count: int, size: tuple[int, int], objects: int, masks: bool) -> Batch:
-    """Return B random images of ``size`` without padding, each with T objects that cover most of it."""
+def worst_batch(count: int, size: tuple[int, int], objects: int, masks: bool, references: bool) -> Batch:
+    """Return B random images of ``size`` without padding, each with T objects that cover most of it.
+
+    ``references`` adds a reference to each.
+    """
     targets = tuple(
         Target(
             index,
@@ -139,7 +144,8 @@ def worst_batch(count: int, size: tuple[int, int], objects: int, masks: bool) ->
         for index in range(count)
     )
     images = torch.randint(256, (count, 3, *size), dtype=torch.uint8)
-    return Batch(images, torch.zeros(count, *size, dtype=torch.bool), targets)
+    padding_mask = torch.zeros(count, *size, dtype=torch.bool)
+    return Batch(images, padding_mask, targets, images.flip(0) if references else None)
 
 
 def trial_step(config: DetectionConfig, model: Detector, batch: Batch, device: torch.device) -> None:

@@ -208,12 +208,13 @@ def time_of(config: DetectionConfig, machine: Machine, schedule: Schedule) -> Ti
 
 
 def sequence_of(config: DetectionConfig, machine: Machine) -> AttentionSpan | None:
-    """Return the span of batch attention, None if it is off or mixes no images."""
-    if not config.batch_former.enabled or config.batch_former.mode in ("duplicate", "self_only"):
+    """Return the span of batch attention, None if it is off or mixes no images of the batch."""
+    former = config.batch_former
+    if not former.enabled or former.references or former.mode in ("duplicate", "self_only"):
         return None
     alone = config.train.batch_size
     gathered = alone * machine.gpus
-    return AttentionSpan(alone, gathered, gathered if config.batch_former.gather else alone)
+    return AttentionSpan(alone, gathered, gathered if former.gather else alone)
 
 
 def rates_of(

@@ -111,7 +111,11 @@ def _time(plan: Plan, machine: Machine) -> Iterator[str]:
 def _sequence(plan: Plan, config: DetectionConfig) -> Iterator[str]:
     yield ""
     if plan.sequence is None:
-        off = "is off" if not config.batch_former.enabled else f"mixes no images in mode {config.batch_former.mode}"
+        former = config.batch_former
+        if former.enabled and former.references and former.mode not in ("duplicate", "self_only"):
+            yield "Batch attention is between each image and its reference, which the backbone reads too"
+            return
+        off = "is off" if not former.enabled else f"mixes no images in mode {former.mode}"
         yield f"Batch attention {off}"
         return
     span = plan.sequence

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
-from detr_bf.assembly.data import data_root, data_sources
+from detr_bf.assembly.data import data_root, data_sources, reference_folders
 from detr_bf.common.errors import InputError
 from detr_bf.common.files import (
     atomic_write,
@@ -81,7 +81,7 @@ def write_corrected(config: DetectionConfig, output: Path) -> str:
             parts = {key: getattr(each.content, key) for key in ("images", "annotations", "categories")}
             write_json(_annotations(output, name), parts)
         _write_changes(output / CHANGES_FILE, splits)
-        write_text(output / SETTINGS_FILE, _settings(output, splits))
+        write_text(output / SETTINGS_FILE, _settings(config, output, splits))
     except OSError as error:
         remove_empty(folders)
         raise InputError(
@@ -103,7 +103,7 @@ def _write_changes(path: Path, splits: Mapping[str, Corrected]) -> None:
             writer.writerows([printable(value, limit=400) for value in row] for row in each.rows)
 
 
-def _settings(output: Path, splits: Mapping[str, Corrected]) -> str:
+def _settings(config: DetectionConfig, output: Path, splits: Mapping[str, Corrected]) -> str:
     lines = ["# Annotations corrected by detr-bf check --fix. Name this file after your config.", "data:"]
     lines += ['  root: ""', "  val_fraction: 0.0", "  folds: 0", "  fold: 0"]
     for name in ("train", "val"):
@@ -111,7 +111,9 @@ def _settings(output: Path, splits: Mapping[str, Corrected]) -> str:
         if name in splits:
             folder, annotations = (str(each.resolve()) for each in (splits[name].images, _annotations(output, name)))
         paths = f"images: {yaml_text(folder)}, annotations: {yaml_text(annotations)}"
-        lines.append(f'  {name}: {{split: null, {paths}, panoptic: ""}}')
+        references = reference_folders(config).get(name)
+        own = yaml_text(str(references.resolve())) if references else '""'
+        lines.append(f'  {name}: {{split: null, {paths}, panoptic: "", references: {own}}}')
     return "\n".join([*lines, ""])
 
 

@@ -23,6 +23,7 @@ from detr_bf.assembly.data import (
     data_root,
     data_source,
     data_sources,
+    reference_folders,
     training_amount,
 )
 from detr_bf.assembly.model import (
@@ -110,6 +111,7 @@ class DetectionTask(Task[DetectionConfig]):
             max_pixels=self.config.data.max_pixels,
             grey_bits=self.config.data.grey_bits,
             training=training_amount(self.config),
+            references=reference_folders(self.config),
         )
         if sources is not None or not self.config.data.root:
             return report
@@ -293,7 +295,10 @@ def _without(weights: dict[str, Tensor], modules: set[str]) -> dict[str, Tensor]
 
 
 def random_batch(config: DetectionConfig) -> Batch:
-    """Return two random images of different sizes, large enough for the queries of the model."""
+    """Return two random images of different sizes, large enough for the queries of the model.
+
+    They have references if the config has; evaluation may read them.
+    """
     cells = math.ceil(math.sqrt(config.model.num_queries))
     side = 32 * math.ceil(max(RANDOM_SIDE, min(config.model.backbone.strides) * cells) / 32)
     generator = torch.Generator().manual_seed(0)
@@ -301,7 +306,8 @@ def random_batch(config: DetectionConfig) -> Batch:
     padding_mask = torch.zeros(2, side, side + 32, dtype=torch.bool)
     padding_mask[1, side - 40 :] = True
     padding_mask[1, :, side - 72 :] = True
-    return Batch(images.masked_fill(padding_mask[:, None], 0), padding_mask)
+    images = images.masked_fill(padding_mask[:, None], 0)
+    return Batch(images, padding_mask, references=None if config.data.reference == "none" else 255 - images)
 
 
 def _weights_and_classes(config: DetectionConfig, source: Path) -> tuple[dict[str, Tensor], ClassMap]:

@@ -445,11 +445,12 @@ def _network_of(config: Any) -> str:
 
 
 def test_batch_attention_is_set_by_the_files_that_mean_to_have_it() -> None:
-    """The default is off; recipes of BatchFormerV2 and the demo say that it is on."""
+    """The default is off; recipes of BatchFormerV2 and the demos say that it is on."""
     for name in (name for name in FILES if "classification" not in name and "experiments" not in name):
         config = load(name)
         if config.task == "detection":
-            on = name.endswith("_bfv2.yaml") or name in ("demo.yaml", "demo_deformable.yaml", "demo_panoptic.yaml")
+            demos = ("demo.yaml", "demo_deformable.yaml", "demo_panoptic.yaml", "pairs.yaml")
+            on = name.endswith("_bfv2.yaml") or name in demos
             assert config.batch_former.enabled == on, name
             assert not on or config.sources["batch_former.enabled"].startswith("file "), name
 

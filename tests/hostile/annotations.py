@@ -96,6 +96,20 @@ def mutated(change: Change, split: str = "train", **options: Any) -> Build:
     return build
 
 
+def referenced(template: Any) -> Build:
+    """A case whose training images are read with references, of which the first is given."""
+
+    def build(files: CaseFiles) -> Callable[[], int]:
+        content: Content = fixtures.coco()
+        for image in content["images"]:
+            image["template"] = image["file_name"]
+        content["images"][0]["template"] = template
+        config = detection(files, train=content)
+        return lambda: agree(config, "data.reference=own", "batch_former.references=true")
+
+    return build
+
+
 def put(part: str, key: str, value: Any, number: int = 0) -> Change:
     """Set one value of one entry."""
 
@@ -417,6 +431,20 @@ def cases() -> Iterator[Case]:
     ):
         yield Case(group, f"validation: {name}", mutated(BAD[name][0], "val"), says=(BAD[name][1],))
     yield Case(group, "validation: crowd without bbox", mutated(BAD["crowd without bbox"][0], "val"), says=("box",))
+    for name, template, word in (
+        ("a number", 7, "template"),
+        ("a list", ["a.png"], "template"),
+        ("an object", {}, "template"),
+        ("empty", "", "template"),
+        ("absolute", "/etc/hostname", "template"),
+        ("a folder", ".", "reference-unreadable"),
+        ("no image", "../annotations.json", "reference-unreadable"),
+        ("missing", "nowhere.png", "reference-missing"),
+        ("10,000 letters", "t" * 10_000, "reference-unreadable"),
+        ("with NUL", "a\0b", "reference-unreadable"),
+        ("with a lone surrogate", "a\ud800", "reference-"),
+    ):
+        yield Case(group, f"template is {name}", referenced(template), says=(word,))
     for name, change in ODD.items():
         split = "val" if "area" in name or "annotation" in name else "train"
         yield Case(group, f"odd: {name}", mutated(change, split), codes=(0, 2), writes=written)

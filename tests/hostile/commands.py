@@ -280,6 +280,8 @@ ARGUMENTS: dict[str, dict[str, tuple[tuple[str, ...], str]]] = {  # by tool: nam
             "image_size|image-size|size",
         ),
         "a negative seed": (("scenes", "--output", "made", "--seed=-1"), "seed"),
+        "a contrast of 0": (("pairs", "--output", "made", "--contrast", "0"), "contrast"),
+        "a contrast of scenes": (("scenes", "--output", "made", "--contrast", "24"), "contrast"),
         "an output that is a file": (("scenes", "--output", "notes.md"), "notes.md"),
         "an output with foreign files": (("scenes", "--output", "."), "work"),
         "an output in /proc": (("scenes", "--output", "/proc/made", "--num-train", "1", "--num-val", "1"), "made"),

@@ -98,7 +98,7 @@ def test_a_trial_leaves_the_model_and_random_numbers_as_they_are(data: list[str]
     model = build_model(config, 3, pretrained=False).eval()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     state = torch.get_rng_state()
-    batch = worst_batch(3, (64, 96), 5, masks=False)
+    batch = worst_batch(3, (64, 96), 5, masks=False, references=False)
     torch.set_rng_state(state)
     seen: list[int] = []
     trained = next(parameter for parameter in model.backbone.parameters() if parameter.requires_grad)
@@ -162,6 +162,19 @@ def test_a_gpu_gets_the_batch_that_fits(data: list[str], gpu: list[int]) -> None
     mixed = config_of(data, "train.batch_size=3", "data.mixup.prob=0.5", "data.transforms.random_crop=0")
     with pytest.raises(InputError, match=r"3 images of \d+ x \d+ pixels with \d+ objects need more"):
         fit_batch(mixed, nn.Identity(), build_train_data(mixed), GPU)  # type: ignore[arg-type]
+
+
+def test_the_trial_has_the_references_that_training_reads(
+    data: list[str], gpu: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[bool] = []
+    monkeypatch.setattr(
+        planning_batch, "trial_step", lambda config, model, batch, device: tried.append(batch.references is not None)
+    )
+    for settings in (("data.reference=random", "model.backbone.reference=stack", "model.backbone.frozen_stages=0"), ()):
+        config = config_of(data, "train.batch_size=1", *settings)
+        fit_batch(config, nn.Identity(), build_train_data(config), GPU)  # type: ignore[arg-type]
+    assert tried == [True, False]
 
 
 def test_a_cpu_keeps_the_batch_and_says_so(data: list[str], caplog: pytest.LogCaptureFixture) -> None:

@@ -69,10 +69,10 @@ def plan_of(config: DetectionConfig, *, recipe: DetectionConfig | None = None, *
     return make_plan(config, Machine(**{"gpus": 1, "num_classes": CLASSES, **known}), recipe)
 
 
-def blank(count: int) -> Batch:
+def blank(count: int, references: bool = False) -> Batch:
     objects = Target(0, torch.zeros(OBJECTS, 4), torch.zeros(OBJECTS, dtype=torch.int64), SIZE, SIZE)
     images, mask = torch.zeros(count, 3, *SIZE, dtype=torch.uint8), torch.zeros(count, *SIZE, dtype=torch.bool)
-    return Batch(images, mask, (objects,) * count)
+    return Batch(images, mask, (objects,) * count, images.clone() if references else None)
 
 
 def kept_by_a_real_run(config: DetectionConfig) -> int:
@@ -88,7 +88,7 @@ def kept_by_a_real_run(config: DetectionConfig) -> int:
             seen[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
         return tensor
 
-    batch = blank(config.train.batch_size)
+    batch = blank(config.train.batch_size, config.data.reference != "none")
     half = config.train.precision == "bf16"
     classification = build_classification(config)
     with torch.autograd.graph.saved_tensors_hooks(see, lambda tensor: tensor):
@@ -104,6 +104,8 @@ def kept_by_a_real_run(config: DetectionConfig) -> int:
         ]
     for tensor in (batch.images, batch.padding_mask, outputs.states, *groups, *losses):
         see(tensor)
+    if batch.references is not None:
+        see(batch.references)
     for part in predicted:
         see(part.logits)
         see(part.boxes)
@@ -123,6 +125,39 @@ def test_in_half_precision_it_is_nearly_so(name: str) -> None:
     """The CPU's attention in bf16 computes in float32 internally."""
     config = tiny(*DETECTORS[name], "train.precision=bf16")
     assert trace(config, CLASSES, SIZE, device="cpu").kept == pytest.approx(kept_by_a_real_run(config), rel=0.01)
+
+
+OWN = ("data.reference=own", "batch_former.enabled=true", "batch_former.references=true")
+STACK = ("data.reference=own", "batch_former.enabled=false", "model.backbone.reference=stack", TRAINS_ALL)
+
+
+@pytest.mark.parametrize("settings", [(*OWN, "batch_former.mode=single_stream_inference"), OWN, STACK])
+@pytest.mark.parametrize("name", ["detr", "deformable_detr_two_stage", "rtdetr"])
+def test_references_are_held_as_a_real_run_holds_them(name: str, settings: tuple[str, ...]) -> None:
+    config = tiny(*DETECTORS[name], *settings)
+    assert trace(config, CLASSES, SIZE, device="cpu").kept == kept_by_a_real_run(config)
+
+
+def test_references_cost_rows_of_the_backbone_and_of_batch_attention_alone() -> None:
+    alone, beside = (
+        trace(tiny(*DETECTORS["detr"], *settings), CLASSES, SIZE)
+        for settings in (
+            ("batch_former.enabled=true", "batch_former.mode=single_stream"),
+            (*OWN, "batch_former.mode=single_stream_inference"),
+        )
+    )
+    images, both = (sum(item.flops for item in found.work if item.name == "convolution") for found in (alone, beside))
+    assert both == 2 * images
+    three, pairs = (sum(found.batch_attention) for found in (alone, beside))
+    assert pairs == 2 * three, "query, key and value of six images"
+    assert alone.kept < beside.kept
+
+
+def test_the_plan_says_that_images_attend_to_their_references() -> None:
+    config, machine = tiny(*OWN), Machine(gpus=1, num_classes=CLASSES)
+    plan = make_plan(config, machine, None)
+    assert plan.sequence is None
+    assert "Batch attention is between each image and its reference" in describe_plan(plan, config, machine)
 
 
 @pytest.mark.default_tier("detr", "without_batch_attention")

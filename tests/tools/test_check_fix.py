@@ -273,6 +273,39 @@ def test_a_folder_is_corrected_outside_of_itself(
     assert "given by data.train.images=DIR and data.train.annotations=FILE" in said
 
 
+@pytest.mark.parametrize("settings", [(), ("data.val_fraction=0.34",)])
+def test_references_stay_with_their_images(
+    settings: tuple[str, ...], config: Callable[..., Path], images: Path, tmp_path: Path
+) -> None:
+    contents = [fixtures.coco(), fixtures.coco(first=101)]
+    references = {"train": tmp_path / "plain", "val": tmp_path / "other"}
+    if settings:  # copies are divided together
+        (tmp_path / "noise").mkdir()
+        for image in contents[0]["images"]:
+            Image.effect_noise((image["width"], image["height"]), 90).save(tmp_path / "noise" / image["file_name"])
+    for folder, content in zip(references.values(), contents, strict=True):
+        folder.mkdir()
+        for image in content["images"]:
+            image["template"] = f"{image['id']}.png"
+            Image.effect_noise((image["width"], image["height"]), 90).convert("RGB").save(folder / image["template"])
+    contents[0]["annotations"].append({**contents[0]["annotations"][0], "id": 999, "bbox": "wrong"})
+    given = [str(config(*map(json.dumps, contents))), "data.reference=own", "batch_former.references=true"]
+    given += ["batch_former.mode=single_stream_inference", f"data.train.references={references['train']}"]
+    if settings:
+        given += ["data.val.images=''", "data.val.annotations=''", f"data.train.images={tmp_path}/noise", *settings]
+    else:
+        given.append(f"data.val.references={references['val']}")
+    assert main(["check", *given, "--fix", str(tmp_path / "fixed")]) == 0
+    kept = [each for each in given if not each.startswith(("data.train.", "data.val"))]
+    fixed = load_config([kept[0], tmp_path / "fixed" / "data.yaml"], kept[1:])
+    for split in ("train", "val"):
+        listed = corrected(tmp_path / "fixed", split)["images"]
+        assert [image["template"] for image in listed] == [f"{image['id']}.png" for image in listed]
+        folder = references["train" if settings else split]
+        assert getattr(fixed.data, split).references == str(folder)
+    assert main(["check", kept[0], str(tmp_path / "fixed" / "data.yaml"), *kept[1:]]) == 0
+
+
 @pytest.mark.parametrize("text", [FILES["empty file"], FILES["a list of results"], json.dumps(fixtures.panoptic())])
 def test_files_of_another_kind_are_refused(
     text: str, config: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]

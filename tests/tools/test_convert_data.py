@@ -68,6 +68,21 @@ def test_divisions_are_those_of_training(root: Path, tmp_path: Path, options: li
         assert written["annotations"] == given.annotations
 
 
+@pytest.mark.parametrize(
+    "options", [[], ["--split", "train"], ["--val-fraction", "0.5"], ["--folds", "2", "--fold", "0"]]
+)
+def test_references_are_kept(root: Path, tmp_path: Path, options: list[str]) -> None:
+    assert main([str(root), "--output", str(tmp_path / "boards")]) == 0
+    content = json.loads((tmp_path / "boards" / "all.json").read_text())
+    for image in content["images"]:
+        image |= {"template": f"plain/{image['id']}.png", "group": image["id"] % 3}
+    (root / "train.json").write_text(json.dumps(content))
+    assert main([str(root), "--format", "coco", "--output", str(tmp_path / "out"), *options]) == 0
+    for path in (tmp_path / "out").iterdir():
+        for image in json.loads(path.read_text())["images"]:
+            assert (image["template"], image["group"]) == (f"plain/{image['id']}.png", image["id"] % 3)
+
+
 def test_crowds_are_named_by_the_form(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = "of them are {} (iscrowd 1): not trained on, and ignored in evaluation"
     for form, kind in (("coco", "crowds"), ("voc", "difficult objects")):

@@ -32,7 +32,18 @@ def test_scenes_from_the_command_line(tmp_path: Path) -> None:
     assert len(list((output / "train_panoptic").iterdir())) == 2
 
 
-@pytest.mark.parametrize("name", ["digits", "scenes"])
+@pytest.mark.full
+def test_pairs_from_the_command_line(tmp_path: Path) -> None:
+    output = tmp_path / "pairs"
+    small = ("--output", str(output), "--num-train", "2", "--num-val", "1", "--image-size", "64")
+    done = run("pairs", *small, "--contrast", "40")
+    assert done.returncode == 0, done.stderr
+    assert "train.json, val.json and their images" in done.stdout
+    assert "MNIST" not in done.stdout
+    assert len(list((output / "train_templates").iterdir())) == 2
+
+
+@pytest.mark.parametrize("name", ["digits", "scenes", "pairs"])
 def test_bad_values_exit_with_2_and_one_line(tmp_path: Path, name: str) -> None:
     done = run(name, "--output", str(tmp_path / "out"), "--image-size", "8")
     assert done.returncode == 2

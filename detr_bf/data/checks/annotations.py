@@ -36,9 +36,11 @@ from detr_bf.data.annotation_values import (
     unknown_ids,
     value_text,
 )
+from detr_bf.data.checks.alignment import open_references
 from detr_bf.data.checks.files import ImageRecord, MapRecord, check_files, existing_name, grey_bits_of
 from detr_bf.data.checks.learning import Training, learned_from, learning_findings, learning_lines
 from detr_bf.data.checks.masks import MASK_CHECKS
+from detr_bf.data.checks.references import REFERENCE_CHECKS, held_out_references
 from detr_bf.data.checks.report import (
     CheckList,
     Finding,
@@ -54,6 +56,7 @@ from detr_bf.data.checks.statistics import describe_splits, statistics_lines
 from detr_bf.data.coco import Source, check_maps, read_annotations
 from detr_bf.data.columns import Entries, distinct, values_of
 from detr_bf.data.images import MAX_PIXELS, check_folder
+from detr_bf.data.references import own_files
 
 CHECKS = CheckList()  # of one split
 PAIR_CHECKS = CheckList()  # of both splits
@@ -102,12 +105,12 @@ def examine(
     max_pixels: int = MAX_PIXELS,
     grey_bits: int | None = None,
     training: Training | None = None,
+    references: Mapping[str, Path | None] | None = None,
 ) -> Report:
     """Run all checks on the training split and, if given, the validation split.
 
     Args:
-        train: paths of the training split.
-        val: paths of the validation split, or None.
+        train, val: paths of the splits; val may be None.
         num_queries: number of objects that the detector can find in an image.
         masks: check the masks too.
         train_masks: check those of the training split too, even without ``masks``.
@@ -118,9 +121,10 @@ def examine(
         max_pixels: limit of an image.
         grey_bits: of 16-bit grey images; None: those that the training images use.
         training: settings of a run, whose data and steps are then described and judged.
+        references: by split the folder of the images' own references, None: that of the images.
 
     Raises:
-        InputError: a folder is missing or a file is not a COCO file.
+        InputError: a folder is missing, a file is not a COCO file, or no image has a reference.
     """
     cache_dir = cache_dir or cache_folder("doctor")
     named = {"train": train} | ({"val": val} if val else {})
@@ -128,13 +132,13 @@ def examine(
         _open(name, source, num_queries, masks or (train_masks and name == "train"), cache_dir, workers, max_pixels)
         for name, source in named.items()
     ]
+    splits = [_with_references(split, references or {}, cache_dir, workers, max_pixels) for split in splits]
     splits[0] = replace(splits[0], joined=joined)
-    if grey_bits is None:
-        grey_bits = grey_bits_of(train.images, list(splits[0].files), lambda: splits[0].files)
+    grey_bits = grey_bits or grey_bits_of(train.images, list(splits[0].files), lambda: splits[0].files)
     splits = [replace(split, grey_bits=grey_bits) for split in splits]
     splits[1:] = [replace(split, max_detections=max_detections) for split in splits[1:]]
-    checks = [*CHECKS, *MASK_CHECKS]
-    findings = [finding for split in splits for check in checks if (finding := check.on(split.name, split))]
+    checks = [(split, check) for split in splits for check in (*CHECKS, *MASK_CHECKS, *REFERENCE_CHECKS)]
+    findings = [finding for split, check in checks if (finding := check.on(split.name, split))]
     if len(splits) == 2:
         findings += [finding for check in PAIR_CHECKS if (finding := check.on("train, val", *splits))]
     findings.sort(key=lambda finding: finding.severity)
@@ -162,6 +166,16 @@ def _open(
         map_names = [file.file_name for file in content.maps or ()]
         maps = check_files(MapRecord, source.panoptic, map_names, cache, workers, max_pixels)
     return Split(name, source.images, content, files, num_queries, masks, maps)
+
+
+def _with_references(
+    split: Split, folders: Mapping[str, Path | None], cache: Path, workers: int, max_pixels: int
+) -> Split:
+    if split.name not in folders:
+        return split
+    files = own_files(split.content.images, split.folder, folders[split.name])
+    found = open_references(files, folders[split.name] or split.folder, cache, workers, max_pixels)
+    return replace(split, references=found)
 
 
 def _summary(split: Split) -> str:
@@ -415,6 +429,9 @@ def _classes_thing_and_stuff(train: Split, val: Split) -> Iterator[str]:
 
 
 PAIR_CHECKS.add("warning", "train-val-overlap", "the same image in both splits: the AP is too high", 3)(shared_images)
+PAIR_CHECKS.add("warning", "reference-in-val", "the reference of a training image is an image of val", 3)(
+    held_out_references
+)
 PAIR_CHECKS.add("warning", "near-duplicates", "copies of training images in val: the AP is too high", 3)(
     near_duplicates
 )

@@ -14,6 +14,7 @@ import numpy as np
 
 from detr_bf.common.text import printable
 from detr_bf.data.annotation_values import annotated_size, crowd_mask, is_crowd, value_text
+from detr_bf.data.checks.alignment import Alignment, OwnReferences
 from detr_bf.data.checks.files import ImageRecord, MapRecord
 from detr_bf.data.coco import CocoAnnotations
 from detr_bf.data.columns import Entries, integers, values_of
@@ -22,6 +23,7 @@ from detr_bf.data.images import boxes_as_stored
 from detr_bf.data.masks import MapFile, SegmentExtent, covers_a_pixel, parts_of
 
 _LONGEST_EXAMPLE = 2000  # characters
+COMPARED = 100  # images of a split, evenly spaced, that are compared with their references
 
 Severity = Literal["error", "warning"]
 Find = Callable[..., Iterator[str]]
@@ -53,6 +55,7 @@ class Split:
     joined: int = 1  # images that augmentation joins in one
     grey_bits: int | None = None  # from which 16-bit grey images are scaled to 8 bits; None: each image has its own
     max_detections: int | None = None  # of an image that the evaluation counts; None: the split is not evaluated
+    references: OwnReferences | None = None  # None: they are not read
 
     @cached_property
     def images(self) -> Mapping[int, Mapping[str, Any]]:
@@ -118,6 +121,40 @@ class Split:
     def as_stored(self) -> bool | None:
         """True if boxes refer to images without EXIF rotation, see :func:`~detr_bf.data.images.boxes_as_stored`."""
         return boxes_as_stored(self.folder, ((i["file_name"], annotated_size(i)) for i in self.content.images))
+
+    def sizes_of_pair(self, image: Mapping[str, Any]) -> tuple[tuple[int, int], tuple[int, int]] | None:
+        """Return (height, width) of an image and of its reference as they are read, None if one is unknown."""
+        own, record = self.file(image), self._reference_records.get(image["id"])
+        if not (own and own.sizes and record and record.sizes):
+            return None
+        with suppress(ValueError):  # another size than annotated has its own check
+            turned = own.sizes.wants_rotation(annotated_size(image), bool(self.as_stored))
+            found = record.sizes.rotated if record.sizes.wants_rotation(None) else record.sizes.stored
+            return own.sizes.rotated if turned else own.sizes.stored, found
+        return None
+
+    @cached_property
+    def _reference_records(self) -> dict[int, ImageRecord | None]:
+        """Records of the references by the ids of their images."""
+        if self.references is None:
+            return {}
+        pairs = zip(self.content.images, self.references.files, strict=True)
+        return {image["id"]: self.references.records.get(file) for image, file in pairs if file is not None}
+
+    @cached_property
+    def alignments(self) -> dict[int, Alignment]:
+        """Alignment of at most :data:`COMPARED` images with their references, by the index of the image."""
+        if self.references is None:
+            return {}
+        usable = []
+        for index, image in enumerate(self.content.images):
+            sizes = self.sizes_of_pair(image)
+            if sizes and sizes[0] == sizes[1]:
+                usable.append(index)
+        chosen = usable[:: max(1, -(-len(usable) // COMPARED))]
+        images = {index: self.content.images[index] for index in chosen}
+        pairs = {index: (self.folder / image["file_name"], annotated_size(image)) for index, image in images.items()}
+        return self.references.alignments(pairs, grey_bits=self.grey_bits, as_stored=bool(self.as_stored))
 
     @property
     def map_files(self) -> tuple[MapFile, ...]:

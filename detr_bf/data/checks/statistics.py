@@ -112,6 +112,11 @@ def statistics_lines(document: Mapping[str, Any]) -> Iterator[str]:
         rows.append(
             (f"{label}, median (5 % to 95 %)", *(_quantile_text(each["quantiles"][name]) for each in splits.values()))
         )
+    if any("references" in each for each in splits.values()):
+        of = [each.get("references", {"images": 0, "differing": None}) for each in splits.values()]
+        rows.append(("images with a reference", *(f"{each['images']:,}" for each in of)))
+        percent = ([100 * share for share in each["differing"]] if each["differing"] else None for each in of)
+        rows.append(("pixels unlike the reference, %, median (5 % to 95 %)", *map(_quantile_text, percent)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -163,6 +168,7 @@ def _summary_numbers(split: Split, numbers: _Numbers) -> dict[str, Any]:
     small, medium = ((numbers.areas <= limit).sum() for limit in SIZE_LIMITS)
     objects = len(numbers.areas)
     return {
+        **_reference_numbers(split),
         "images": numbers.images,
         "images_without_objects": int((numbers.distributions["objects_per_image"].values == 0).sum()),
         "images_without_size": numbers.images - len(numbers.distributions["image_size"].values),
@@ -182,6 +188,16 @@ def _summary_numbers(split: Split, numbers: _Numbers) -> dict[str, Any]:
             for name, each in numbers.distributions.items()
         },
     }
+
+
+def _reference_numbers(split: Split) -> dict[str, Any]:
+    """Return the numbers of references, and the shares of pixels that differ from them; nothing without references."""
+    if split.references is None:
+        return {}
+    differing = [each.differing for each in split.alignments.values()]
+    quantiles = np.quantile(differing, (0.05, 0.5, 0.95)).tolist() if differing else None
+    with_reference = sum(file is not None for file in split.references.files)
+    return {"references": {"images": with_reference, "compared": len(differing), "differing": quantiles}}
 
 
 def _bins(name: str, distribution: _Values) -> np.ndarray:

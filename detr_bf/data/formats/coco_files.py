@@ -22,6 +22,7 @@ from detr_bf.data.formats.folder import DataFolder, NamedSplit
 from detr_bf.data.formats.foreign import check_foreign
 from detr_bf.data.formats.roboflow import ANNOTATION_FILE, read_roboflow
 from detr_bf.data.paths import PathIndex, leads_out
+from detr_bf.data.references import KEY
 
 _PREFIX = "instances_"
 _PLAIN = frozenset(("annotations", "_annotations", "coco", "instances_default", "labels", "result", "result_coco"))
@@ -131,8 +132,21 @@ def _located(root: Path, name: str, content: CocoAnnotations, index: PathIndex) 
             "give data.train.images and data.train.annotations instead of data.root"
         )
     names = [file or str(PurePosixPath(best, each)) for each, file in zip(given, found, strict=True)]
-    images = [{**image, "file_name": file} for image, file in zip(content.images, names, strict=True)]
+    images = [
+        {**image, "file_name": file} | _located_template(image, file, best, index)
+        for image, file in zip(content.images, names, strict=True)
+    ]
     return replace(content, images=images)
+
+
+def _located_template(image: Mapping[str, Any], file: str, folder: str, index: PathIndex) -> dict[str, str]:
+    """Return the reference of an image relative to the root, if it is a file there or below the folder of the images.
+
+    Others stay as they are: they are relative to a folder of references.
+    """
+    given = image.get(KEY)
+    found = index.find(given, ["", folder]) if isinstance(given, str) and given else None
+    return {} if found in (None, file) else {KEY: str(found)}
 
 
 def _check_distinct(root: Path, files: dict[str, CocoAnnotations]) -> None:

@@ -4,6 +4,7 @@ The images are composites: objects pasted on photographs or textures.
 """
 
 from detr_bf.data.samples.digits import build_digits
+from detr_bf.data.samples.pairs import build_pairs
 from detr_bf.data.samples.scenes import build_scenes
 
-__all__ = ["build_digits", "build_scenes"]
+__all__ = ["build_digits", "build_pairs", "build_scenes"]

@@ -57,6 +57,7 @@ class Scene:
     category_ids: tuple[int, ...]  # of layer 0, 1, ..., bottom first
     owner: NDArray[np.int64]  # (H, W) top layer of every pixel, or BACKGROUND
     stuff: NDArray[np.int64] | None = None  # (H, W) category ids of the background, if it has classes
+    reference: NDArray[np.uint8] | None = None  # (H, W, 3) the background alone, if the set has references
 
     def visible_mask(self, layer: int) -> NDArray[np.bool_]:
         """Return the (H, W) pixels of a layer that no later layer covers."""

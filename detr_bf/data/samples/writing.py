@@ -1,6 +1,8 @@
 """Sample data sets on disk: ``OUT/{train,val}/*.jpg``, ``OUT/{train,val}.json`` (COCO) and ``OUT/dataset.json``.
 
-A set with stuff also has ``OUT/{train,val}_panoptic/*.png`` and ``OUT/{train,val}_panoptic.json`` (COCO panoptic).
+A set with stuff also has ``OUT/{train,val}_panoptic/*.png`` and ``OUT/{train,val}_panoptic.json`` (COCO panoptic). A
+set with references has them in ``OUT/{train,val}_templates/*.jpg`` under the names of their images, and the paths in
+its COCO files are relative to OUT.
 ``dataset.json`` contains the recipe and marks a set as complete. A set is built in a folder next to OUT and moved to
 OUT at the end, so an interrupted build is not mistaken for a complete set.
 """
@@ -27,6 +29,7 @@ from detr_bf.common.progress import progress_bar
 from detr_bf.common.text import printable
 from detr_bf.data.annotation_values import MAX_ID
 from detr_bf.data.masks import encoded_ids
+from detr_bf.data.references import KEY
 from detr_bf.data.samples.composite import BACKGROUND, SampleSplit, Scene
 
 MANIFEST = "dataset.json"
@@ -77,8 +80,8 @@ class Recipe:
         return {**asdict(self), "object_size": list(self.object_size)}
 
 
-def already_built(output: Path, recipe: Recipe, panoptic: bool = False) -> bool:
-    """Return True if ``output`` contains the complete set of this recipe, including its panoptic files.
+def already_built(output: Path, recipe: Recipe, panoptic: bool = False, references: bool = False) -> bool:
+    """Return True if ``output`` contains the complete set of this recipe, with its panoptic files or its references.
 
     Raises:
         InputError: the folder has other content; a set is written to new or empty folders only.
@@ -94,7 +97,9 @@ def already_built(output: Path, recipe: Recipe, panoptic: bool = False) -> bool:
         raise InputError(
             f"{printable(output)} holds something else than the {recipe.name} data set; give a new or empty folder"
         )
-    if manifest == recipe.manifest() and all(_split_is_there(output, recipe, split, panoptic) for split in SPLITS):
+    if manifest == recipe.manifest() and all(
+        _split_is_there(output, recipe, split, panoptic, references) for split in SPLITS
+    ):
         return True
     raise InputError(
         f"{printable(output)} holds a {recipe.name} data set of another recipe, or one that has lost files: give a new "
@@ -183,7 +188,6 @@ def _write_split(
     progress: bool,
     stuff_names: Sequence[str],
 ) -> None:
-    (folder / split).mkdir()
     if stuff_names:
         _panoptic_folder(folder, split).mkdir()
     images: list[dict[str, Any]] = []
@@ -194,11 +198,13 @@ def _write_split(
         rng = np.random.default_rng([recipe.seed, SPLITS.index(split), index])
         scene = draw(split, rng)
         file_name = f"{split}_{index:06d}.jpg"
-        jpeg = io.BytesIO()  # not to the file: on a full disk Pillow truncates a JPEG without an error
-        Image.fromarray(scene.image).save(jpeg, format="JPEG", quality=JPEG_QUALITY, subsampling=0)
-        (folder / split / file_name).write_bytes(jpeg.getvalue())
+        _write_jpeg(folder / split / file_name, scene.image)
         height, width = scene.owner.shape
         images.append({"id": index + 1, "file_name": file_name, "width": width, "height": height, "license": 1})
+        if scene.reference is not None:
+            templates = _templates_folder(folder, split)
+            _write_jpeg(templates / file_name, scene.reference)
+            images[-1] |= {"file_name": f"{split}/{file_name}", KEY: f"{templates.name}/{file_name}"}
         for layer, category_id in enumerate(scene.category_ids):
             fields = {"id": len(annotations) + 1, "image_id": index + 1, "category_id": category_id}
             annotations.append(fields | annotation(scene.visible_mask(layer)))
@@ -217,6 +223,18 @@ def _write_split(
     if stuff_names:
         categories = _panoptic_categories(names, stuff_names)
         write_json(folder / f"{split}_panoptic.json", {**common, "annotations": panoptic, "categories": categories})
+
+
+def _write_jpeg(file: Path, pixels: NDArray[np.uint8]) -> None:
+    """Write an image (H, W, 3), and its folder if it does not exist."""
+    jpeg = io.BytesIO()  # not to the file: on a full disk Pillow truncates a JPEG without an error
+    Image.fromarray(pixels).save(jpeg, format="JPEG", quality=JPEG_QUALITY, subsampling=0)
+    file.parent.mkdir(exist_ok=True)
+    file.write_bytes(jpeg.getvalue())
+
+
+def _templates_folder(folder: Path, split: SampleSplit) -> Path:
+    return folder / f"{split}_templates"
 
 
 def _panoptic_folder(folder: Path, split: SampleSplit) -> Path:
@@ -239,10 +257,9 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     return manifest if isinstance(manifest, dict) else {}
 
 
-def _split_is_there(folder: Path, recipe: Recipe, split: SampleSplit, panoptic: bool) -> bool:
-    folders = [folder / split, _panoptic_folder(folder, split)] if panoptic else [folder / split]
-    return all(
-        images.with_name(f"{images.name}.json").is_file()
-        and sum(1 for _ in images.glob(f"{split}_*")) == recipe.num_images(split)
-        for images in folders
+def _split_is_there(folder: Path, recipe: Recipe, split: SampleSplit, panoptic: bool, references: bool) -> bool:
+    annotated = [folder / split, *[_panoptic_folder(folder, split)] * panoptic]
+    return all(images.with_name(f"{images.name}.json").is_file() for images in annotated) and all(
+        sum(1 for _ in images.glob(f"{split}_*")) == recipe.num_images(split)
+        for images in (*annotated, *[_templates_folder(folder, split)] * references)
     )

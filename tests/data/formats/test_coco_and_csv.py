@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from detr_bf.assembly import build_train_data, build_val_data
+from detr_bf.assembly import build_train_data, build_val_data, data_source
 from detr_bf.common.errors import InputError
 from detr_bf.config import load_config
+from detr_bf.data.coco import read_annotations
 from detr_bf.data.formats import read_folder
 from detr_bf.tasks.detection import DetectionTask
 
@@ -64,6 +65,33 @@ def test_layouts_of_coco_files(coco_folder: Factory, tmp_path: Path, json_file: 
         assert [each["bbox"] for each in folder_read.split(split).annotations] == [
             each["bbox"] for each in data.content["annotations"]
         ]
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("templates/{}", "train/templates/{}"),  # below the folder of the images
+        ("../plain/{}", "plain/{}"),
+        ("plain/{}", "plain/{}"),  # below the root
+        ("{}", "{}"),  # the name of the image itself: in a folder of references
+        ("nowhere/{}", "nowhere/{}"),
+    ],
+)
+@pytest.mark.parametrize("settings", [["data.train.split=train"], ["data.val_fraction=0.5"], ["data.folds=2"]])
+def test_references_of_a_folder(
+    coco_folder: Factory, tmp_path: Path, given: str, expected: str, settings: list[str]
+) -> None:
+    root, data = tmp_path / "root", coco_folder(num_images=4)
+    for image in data.content["images"]:
+        image["template"] = given.format(image["file_name"])
+    write(root, "train.json", "train", data)
+    write(root, "unused.json.txt", "plain", data)
+    write(root, "unused.json.txt", "train/templates", data)
+    config = load_config(None, [f"data.root={root}", *settings])
+    found = read_annotations(data_source(config, "train").annotations).images
+    assert len(found) == (4 if "split" in settings[0] else 2)
+    for image in found:
+        assert image["template"] == expected.format(Path(image["file_name"]).name)
 
 
 @pytest.mark.parametrize(
