@@ -85,7 +85,8 @@ def pairs(model: nn.Module, network: nn.Module | None) -> dict[nn.Module, nn.Mod
 
     Args:
         model: in each ``nn.Sequential`` of it, a batch norm after a convolution is found.
-        network: part that accepts (B, 3, H, W) images; its frozen norms are found with a small image.
+        network: part that accepts (B, 3, H, W) images, or (B, 6, H, W) with their references; its frozen norms are
+            found with a small image.
     """
     found = dict(() if network is None else _frozen_pairs(network))
     for module in model.modules():
@@ -155,9 +156,11 @@ def _frozen_pairs(network: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
         elif isinstance(module, FROZEN):
             hooks += [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]
     parameter = next(network.parameters())
+    first = next((module for module in modes if isinstance(module, nn.Conv2d)), None)
+    channels = 6 if first is not None and first.in_channels == 6 else 3  # an image and its reference
     try:
         with torch.no_grad(), readers:
-            result = network.eval()(parameter.new_zeros(1, 3, TRIAL_SIDE, TRIAL_SIDE))
+            result = network.eval()(parameter.new_zeros(1, channels, TRIAL_SIDE, TRIAL_SIDE))
     finally:
         for module, mode in modes.items():
             module.training = mode
