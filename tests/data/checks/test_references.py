@@ -117,7 +117,7 @@ def test_images_without_a_reference(pairs: Pairs) -> None:
     assert pairs.findings() == [("warning", "train", "reference-none", 1)]
     for image in pairs.sets["val"].content["images"]:
         image.pop("template")
-    with pytest.raises(InputError, match=r"data\.reference=own needs the reference of each image"):
+    with pytest.raises(InputError, match="each image needs its own reference, and none is given"):
         pairs.findings()
 
 
