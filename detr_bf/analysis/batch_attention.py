@@ -75,7 +75,7 @@ def choose_places(subject: InspectedRun, count: int, batch_size: int, seed: int 
         InputError: there are fewer images than a batch needs.
     """
     images = len(subject.names)
-    if subject.shows_references:
+    if subject.attends_to_references:
         batch_size = 1
     elif batch_size < 2:
         raise InputError(f"batch attention is between images: --images must be 2 or more, got {batch_size}")
@@ -95,7 +95,7 @@ def place_in(
         InputError: as :meth:`InspectedRun.find` and :func:`choose_places`.
     """
     index = subject.find(name)
-    if subject.shows_references:
+    if subject.attends_to_references:
         return Place((index,), point)
     [place] = choose_places(subject, 1, batch_size, seed)
     others = [other for other in place.indices if other != index]
@@ -120,6 +120,8 @@ def attention_at(
             image.
     """
     network, batch = model or subject.model, subject.load(place.indices)
+    if subject.attends_to_references:
+        batch = subject.with_reference(batch)
     with attending(network), recorded(batch_former_of(network)) as recording:
         network(batch.inputs)
     if not recording.attention:

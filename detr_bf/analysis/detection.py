@@ -379,7 +379,7 @@ def compare_mini_batch_inference(
         InputError: the model has no attention between images; there are fewer than two images; the batch size is 1.
     """
     config, former = run.settings, attention_between_images(run.model)
-    if not former.mixes_evaluated_images and run.shows_references:
+    if run.attends_to_references:
         raise InputError("with batch_former.references images attend to their references, not to each other")
     size = batch_size or former.group_size or config.train.batch_size
     order = torch.randperm(len(run.names), generator=torch.Generator().manual_seed(seed))[:images]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -28,6 +28,7 @@ from detr_bf.common.structures import Batch, ClassMap, Target, TokenBatch
 from detr_bf.common.text import listed, printable
 from detr_bf.config import DetectionConfig, RunConfig, config_from_dict
 from detr_bf.data.batches import SampleKey
+from detr_bf.detectors import Detector
 from detr_bf.engine import build_and_load, checkpoint_of, load_checkpoint
 from detr_bf.tasks import task_of
 
@@ -83,9 +84,13 @@ class InspectedRun(ABC):
         """Return the feature maps in the tokens of a batch, finest first."""
 
     @property
-    def shows_references(self) -> bool:
-        """True if each image is shown beside its reference."""
+    def attends_to_references(self) -> bool:
+        """True if each image attends to its reference alone in evaluation."""
         return False
+
+    def with_reference(self, batch: ShownBatch) -> ShownBatch:
+        """Return a batch of one image with the picture of its reference behind it (InputError: it has none)."""
+        raise NotImplementedError
 
     def untrained(self) -> nn.Module:
         """Return the model as it was before training."""
@@ -113,7 +118,7 @@ class InspectedRun(ABC):
 
 
 class InspectedDetector(InspectedRun):
-    """A detector; one that reads references in evaluation gets one image at a time, shown beside its reference."""
+    """A detector."""
 
     def __init__(self, name: str, model: nn.Module, config: DetectionConfig, data: Any) -> None:
         super().__init__(name, model, config, data.class_map)
@@ -125,8 +130,17 @@ class InspectedDetector(InspectedRun):
         return [printable(name) for name in self.data.file_names]
 
     @property
-    def shows_references(self) -> bool:
-        return self.data.references is not None
+    def attends_to_references(self) -> bool:
+        return cast("Detector", self.model).attends_to_references
+
+    def with_reference(self, batch: ShownBatch) -> ShownBatch:
+        image, pixels = batch.images[0], batch.inputs.references
+        if pixels is None:
+            raise InputError(f"{image.name} has no reference to attend to: choose another image with --image")
+        height, width = image.picture.shape[:2]
+        picture = pixels[0, :, :height, :width].permute(1, 2, 0).float().cpu() / 255
+        name = f"reference of {image.name}"
+        return replace(batch, images=(image, replace(image, name=name, picture=picture.numpy())))
 
     def load(self, indices: Sequence[int]) -> ShownBatch:
         batch = Batch.collate([self.data[SampleKey(0, index)] for index in indices])
@@ -136,11 +150,6 @@ class InspectedDetector(InspectedRun):
             boxes = box_convert(target.boxes, "cxcywh", "xyxy") * torch.tensor([width, height, width, height])
             picture = pixels[:, :height, :width].permute(1, 2, 0).float() / 255
             images.append(ShownImage(target.file_name, picture.numpy(), target.original_size, boxes.numpy()))
-        if self.shows_references:
-            (image,), (pixels,) = images, batch.references_or_images
-            height, width = image.picture.shape[:2]
-            picture = pixels[:, :height, :width].permute(1, 2, 0).float() / 255
-            images.append(ShownImage(f"reference of {image.name}", picture.numpy(), image.original_size, image.boxes))
         height, width = batch.images.shape[-2:]
         return ShownBatch(batch.to(self.device), tuple(images), (height, width))
 
@@ -149,7 +158,7 @@ class InspectedDetector(InspectedRun):
 
     def original(self, index: int) -> tuple[Tensor, Target]:
         """Return an image (3, H, W) uint8 as in its file, with its objects."""
-        plain = build_val_data(self.settings, self.data.class_map, transform=lambda sample: sample)
+        plain = build_val_data(self.settings, self.data.class_map, transform=lambda sample: sample, references=False)
         image, target, *_ = plain[SampleKey(0, index)]
         return image, target
 

@@ -28,7 +28,7 @@ from detr_bf.data.coco import CocoAnnotations, CocoDetection, Source, read_annot
 from detr_bf.data.columns import values_of
 from detr_bf.data.inputs import real_path
 from detr_bf.data.loader import BatchLoader, make_loader
-from detr_bf.data.references import References, groups_of, own_references
+from detr_bf.data.references import References, groups_of, own_references, warn_of_missing
 from detr_bf.data.transforms import TRANSFORMS, SampleTransform, eval_transform, resized_size, train_transform
 from detr_bf.detectors import detector_named
 
@@ -53,6 +53,7 @@ def build_train_data(config: DetectionConfig) -> CocoDetection:
         augment=build_augmentation(config),
         sized=sized,
         references=build_references(config, "train", source.images, content),
+        groups=groups_of(content.images) if config.data.sampler == "group" else None,
     )
 
 
@@ -68,9 +69,11 @@ def build_references(config: DetectionConfig, split: str, folder: Path, content:
     if data.reference == "own":
         own = references_folder(config, split)
         return own_references(content.images, folder, own, f"data.{split}", data.reference_shift)
-    groups = groups_of(content.images) if data.reference == "same_group" else ()
+    groups = groups_of(content.images, 2 if split == "train" else 1) if data.reference == "same_group" else ()
     names = values_of(content.images, "file_name")
-    return References(data.reference, [folder / name for name in names], groups, data.reference_shift)
+    found = References(data.reference, [folder / name for name in names], groups, data.reference_shift)
+    warn_of_missing(found, f"data.{split}")
+    return found
 
 
 def references_folder(config: DetectionConfig, split: str) -> Path | None:

@@ -193,7 +193,7 @@ def statistics(recording: Recording) -> dict[str, Tensor]:
                 means[f"{name}/{kind}/head_{head}"].append(mean)
     for each in recording.insertions:
         if each.after.num_streams == 2:
-            clean, second = each.after.tokens.float().chunk(2)
+            clean, second, *_ = each.after.tokens.float().split(each.after.num_images)  # then the references
             distance = stream_distance(clean, second)
             mask = each.before.per_sample.get("padding_mask")
             kept = distance if mask is None else distance[~mask[: len(distance)]]

@@ -40,6 +40,8 @@ class InsertedBatchFormer(nn.Module):
             that exclude each other, or arguments that the mixer refuses.
     """
 
+    title = "BatchFormerV2"  # in the log
+
     def __init__(
         self,
         dim: int,
@@ -65,6 +67,11 @@ class InsertedBatchFormer(nn.Module):
         if keep_streams and (until_epoch is None or mode.startswith("single_stream")):
             raise InputError(
                 "keep_streams=true keeps two streams after until_epoch: give until_epoch, and a mode with two"
+            )
+        if until_epoch is not None and mode == "single_stream_inference":
+            raise InputError(
+                "until_epoch would train without batch attention, and mode=single_stream_inference evaluates with it: "
+                "leave until_epoch out, or choose mode=mini_batch_inference"
             )
         self.insertions = tuple(layers)
         self.mode = mode
@@ -113,7 +120,7 @@ class InsertedBatchFormer(nn.Module):
         """Switch batch attention on or off for a training epoch, counted from 0."""
         ended = self.until_epoch is not None and epoch >= self.until_epoch
         if ended and not self._ended:
-            logger.info("BatchFormerV2 is off from epoch %d on (until_epoch=%d)", epoch + 1, self.until_epoch)
+            logger.info("%s is off from epoch %d on (until_epoch=%d)", self.title, epoch + 1, self.until_epoch)
         self._ended = ended
 
     def mixer_of(self, layer: int) -> nn.Module:
@@ -131,7 +138,8 @@ class InsertedBatchFormer(nn.Module):
             return
         self._announced = True
         logger.info(
-            "BatchFormerV2 is on: %s%s %s (counted from 0), mode %s, %s, sequence length %s",
+            "%s is on: %s%s %s (counted from 0), mode %s, %s, sequence length %s",
+            self.title,
             position,
             "" if len(self.insertions) == 1 else "s",
             ", ".join(map(str, self.insertions)),
@@ -140,7 +148,7 @@ class InsertedBatchFormer(nn.Module):
             sequence,
         )
         if warn and self.mode not in SEPARATE_MODES:
-            warn_of_short("BatchFormerV2", images)
+            warn_of_short(self.title, images)
 
 
 def mix_in_groups(

@@ -39,6 +39,8 @@ class QueryBatchFormer(InsertedBatchFormer):
         InputError: see :class:`InsertedBatchFormer`.
     """
 
+    title = "batch attention between queries"
+
     def __init__(
         self,
         dim: int,

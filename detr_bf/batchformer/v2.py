@@ -181,7 +181,7 @@ class BatchFormerV2(InsertedBatchFormer):
     def _announce_sequence(self, together: int) -> None:
         """Log the settings and the length of a sequence once; ``together`` images can attend to each other."""
         images = min(self.group_size or together, (self.neighbours or together) + 1, together)
-        length = 1 if self.mode == "self_only" else 2 if self.references else images
+        length = 1 if self.mode == "self_only" else 2 if self.reads_references else images
         ranks = f" over {distributed.world_size()} processes" if self.gather else ""
         self._announce(f"{self.position} encoder layer", length, f"B = {length}{ranks}", warn=not self.references)
 

@@ -178,9 +178,9 @@ def _batch_attention(options: argparse.Namespace) -> int:
         raise InputError("--point is a point of the image that --image names: give both")
     subjects = _inspected(options)
     size = options.images or max(2, min(BATCH_SHOWN, subjects[0].config.train.batch_size))
-    if len({each.shows_references for each in subjects}) > 1:
+    if len({each.attends_to_references for each in subjects}) > 1:
         raise InputError("one of the runs reads references and another does not: analyse them one at a time")
-    if options.images and subjects[0].shows_references:
+    if options.images and subjects[0].attends_to_references:
         raise InputError(f"--images {options.images}: each image attends to its reference alone, leave it out")
     places = choose_places(subjects[0], options.auto or PLACES, size, options.seed)
     if options.image:

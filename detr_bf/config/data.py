@@ -156,6 +156,11 @@ class DataConfig(LoadingConfig):
                 f"{setting} takes the validation images from the training images: give no {prefix}val "
                 f"({prefix}val.split=null where a config sets it)"
             )
+        if (self.folds or self.val_fraction) and self.val.references:
+            raise InputError(
+                f"{prefix}val.references is not read: validation images that are taken from the training images have "
+                f"their references in {prefix}train.references"
+            )
         if self.sampler != "random" and self.aspect_buckets > 1:
             raise InputError(
                 f"{prefix}sampler={self.sampler} and {prefix}aspect_buckets both choose the batches: give only one"

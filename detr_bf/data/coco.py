@@ -46,7 +46,7 @@ from detr_bf.data.column_cache import read_columns
 from detr_bf.data.columns import Entries, distinct, integers, values_of
 from detr_bf.data.images import MAX_PIXELS, boxes_as_stored, check_folder, read_image
 from detr_bf.data.masks import MapFile, Segmentations, SegmentMasks, flat_annotations, parts_of
-from detr_bf.data.references import References
+from detr_bf.data.references import Pair, References
 from detr_bf.data.transforms import Sample, SampleTransform, has_area, has_pixels
 
 logger = logging.getLogger(__name__)
@@ -181,17 +181,6 @@ class _MaskSource(Protocol):
         """
 
 
-class _Pair(NamedTuple):
-    """An image and its reference, with the same objects, on which some transforms depend."""
-
-    image: Sample
-    reference: Sample | None
-
-    @property
-    def reference_or_image(self) -> Sample:
-        return self.reference or self.image
-
-
 class CocoDetection(Dataset[LoadedSample]):
     """Data set of images and the objects of a COCO file; a sample is a (3, h, w) uint8 image and its :class:`Target`.
 
@@ -215,6 +204,8 @@ class CocoDetection(Dataset[LoadedSample]):
     from all images by the same random numbers; one that cannot be read is replaced too, and counted when it is loaded
     for itself. A key with a ``side`` is transformed by ``sized[side]`` instead of ``transform``.
 
+    ``groups`` are the numbers of the images' groups, for the batch sampler.
+
     ``grey_bits`` are those of :func:`~detr_bf.data.images.read_image`. :func:`~detr_bf.data.images.boxes_as_stored`
     decides on the EXIF rotation of images whose size does not tell if their boxes have it.
 
@@ -237,6 +228,7 @@ class CocoDetection(Dataset[LoadedSample]):
         augment: Augmentation | None = None,
         sized: Mapping[int, SampleTransform] | None = None,
         references: References | None = None,
+        groups: Sequence[int] | None = None,
     ) -> None:
         check_folder(images)
         content = read_annotations(annotations)
@@ -247,7 +239,7 @@ class CocoDetection(Dataset[LoadedSample]):
         self.transform = transform
         self.augment = augment
         self.sized = sized or {}
-        self.references = references
+        self.references, self.groups = references, groups
         self.masks = masks
         self.class_map = class_map if class_map is not None else content.class_map
         if class_map is None and content.parents:
@@ -281,12 +273,12 @@ class CocoDetection(Dataset[LoadedSample]):
         masked = self.masks or (augment is not None and augment.copy_paste > 0)
         transform = self.transform if key.side is None else self.sized[key.side]
 
-        def read(key: SampleKey) -> tuple[int, _Pair, str]:
+        def read(key: SampleKey) -> tuple[int, Pair, str]:
             found = partial(self._read, masked=masked, seed=key.sample_seed(self.seed))
             return read_or_replace(found, key, len(self), seed=self.seed, replace=self.replace_unreadable)
 
         index, pair, replaced = read(key)
-        original_size, indices, drawn = (pair.image.image.shape[-2], pair.image.image.shape[-1]), [index], list[_Pair]()
+        original_size, indices, drawn = (pair.image.image.shape[-2], pair.image.image.shape[-1]), [index], list[Pair]()
 
         def draw() -> Sample:
             other, found, _ = read(replace(key, index=int(torch.randint(len(self), ()))))
@@ -298,18 +290,18 @@ class CocoDetection(Dataset[LoadedSample]):
             torch.randint(len(self), ())
             return drawn.pop(0).reference_or_image
 
-        def transformed(sample: Sample, draw: Callable[[], Sample]) -> Sample:
+        def transformed(sample: Sample, draw: Callable[[], Sample], masks: bool) -> Sample:
             # not torch.manual_seed, which also seeds the generators of the accelerators
             torch.default_generator.manual_seed(key.sample_seed(self.seed))
             if augment is not None:
                 sample = augment(sample, draw, self.class_map.is_thing)
-            return transform(sample if self.masks else sample._replace(masks=None))
+            return transform(sample if masks else sample._replace(masks=None))
 
         with torch.random.fork_rng(devices=[]):
-            image, boxes, labels, masks = transformed(pair.image, draw)
+            image, boxes, labels, masks = transformed(pair.image, draw, self.masks)
             reference = None
             if pair.reference is not None:
-                reference = transformed(pair.reference, draw_again).image.as_subclass(Tensor)
+                reference = transformed(pair.reference, draw_again, False).image.as_subclass(Tensor)
         height, width = image.shape[-2:]
         fractions = box_convert(boxes.as_subclass(Tensor), "xyxy", "cxcywh") / torch.tensor([width, height] * 2)
         target = Target(
@@ -348,6 +340,8 @@ class CocoDetection(Dataset[LoadedSample]):
             else:  # the hash in recorded cells of comparisons
                 entry = [name, file_size(self.folder / name), boxes.tolist(), labels.tolist()]
                 digest.update(json.dumps(entry).encode())
+        if self.references is not None:
+            digest.update(self.references.fingerprint(quick=quick))
         counts = {"images": len(self), "objects": len(self._labels)}
         if not quick:
             return {"sha256": digest.hexdigest(), **counts}
@@ -356,16 +350,19 @@ class CocoDetection(Dataset[LoadedSample]):
         files = hashlib.sha256(json.dumps([name for name, _ in names]).encode())
         return {"sha256": digest.hexdigest(), "files": files.hexdigest(), **counts}
 
-    def _read(self, index: int, masked: bool, seed: int) -> _Pair:
+    def _read(self, index: int, masked: bool, seed: int) -> Pair:
         path, size = self.folder / self.file_names[index], self.sizes[index]
         pixels = read_image(path, size, self.max_pixels, grey_bits=self.grey_bits, as_stored=self.as_stored)
         sample = Sample(Image(pixels), *self._objects(index, (pixels.shape[-2], pixels.shape[-1]), masked))
         file = None if self.references is None else self.references.file_of(index, seed)
         if self.references is None or file is None:
-            return _Pair(sample, None)
-        reference = read_image(file, None, self.max_pixels, grey_bits=self.grey_bits, as_stored=self.as_stored)
+            return Pair(sample, None)
+        # an own reference is rotated by its EXIF tag where its image would be
+        size = self.sizes[index] if self.references.choice == "own" else None
+        with prefix_errors(f"the reference of {printable(self.file_names[index])}"):
+            reference = read_image(file, size, self.max_pixels, grey_bits=self.grey_bits, as_stored=self.as_stored)
         fitted = self.references.fitted(reference, pixels, seed, printable(file.name))
-        return _Pair(sample, sample._replace(image=Image(fitted)))
+        return Pair(sample, sample._replace(image=Image(fitted)))
 
     def _objects(
         self, index: int, size: tuple[int, int], masked: bool = True

@@ -7,28 +7,44 @@ the same random transforms as its image, so it stays aligned with it pixel for p
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from detr_bf.common.errors import InputError
-from detr_bf.common.files import is_folder
+from detr_bf.common.files import file_size, is_folder
 from detr_bf.common.text import printable
 from detr_bf.data.annotation_values import value_text
 from detr_bf.data.batches import derive_seed
 from detr_bf.data.inputs import is_image_file
+from detr_bf.data.transforms import Sample
 
 logger = logging.getLogger(__name__)
 
 KEY = "template"  # of an entry of a COCO file's images: the file name of its own reference
 GROUP_KEY = "group"  # the name or number of its group
-CHOICES = ("none", "own", "random", "same_group")
+
+
+class Pair(NamedTuple):
+    """An image and its reference, with the same objects, on which some transforms depend."""
+
+    image: Sample
+    reference: Sample | None
+
+    @property
+    def reference_or_image(self) -> Sample:
+        """The reference, or the image if it has none."""
+        return self.reference or self.image
 
 
 @dataclass(frozen=True)
@@ -52,14 +68,34 @@ class References:
         """Return the file of the reference of an image; a random one is a function of ``seed``. None: it has none."""
         if self.choice == "own":
             return self.files[index]
-        others = range(len(self.files))
+        others: Sequence[int] = range(len(self.files))
         if self.choice == "same_group":
-            others = [other for other in others if self.groups[other] == self.groups[index]]  # type: ignore[assignment]
+            others = self._members[self.groups[index]]
         if len(others) < 2:
             return None
         drawn = derive_seed(seed, 1) % (len(others) - 1)  # among the others, by their order
         other = others[drawn]
         return self.files[others[-1] if other == index else other]
+
+    @cached_property
+    def _members(self) -> dict[int, list[int]]:
+        """Indices of the images of each group."""
+        found = defaultdict(list)
+        for index, group in enumerate(self.groups):
+            found[group].append(index)
+        return found
+
+    @property
+    def missing(self) -> int:
+        """Number of images without a reference."""
+        return sum(self.file_of(index, 0) is None for index in range(len(self.files)))
+
+    def fingerprint(self, *, quick: bool) -> bytes:
+        """Return a hash of choice, shift, groups and names of the files, without ``quick`` also of their sizes."""
+        names = [None if file is None else file.name for file in self.files]
+        sizes = [] if quick else [None if file is None else file_size(file) for file in self.files]
+        content = json.dumps([self.choice, self.shift, list(self.groups), names, sizes])
+        return hashlib.sha256(content.encode()).digest()
 
     def fitted(self, reference: Tensor, image: Tensor, seed: int, name: str) -> Tensor:
         """Return a reference (3, h, w) uint8 in the size of its image (3, H, W), shifted.
@@ -114,7 +150,8 @@ def own_files(images: Sequence[Mapping[str, Any]], folder: Path, references: Pat
     for image in images:
         name = image.get(KEY)
         if name is None:
-            found.append(known.get(PurePosixPath(image["file_name"]).with_suffix("").as_posix()))
+            path = PurePosixPath(image["file_name"])
+            found.append(known.get(path.with_suffix("").as_posix()) if path.name else None)
         elif isinstance(name, str) and name and not PurePosixPath(name).is_absolute():
             found.append((references or folder) / name)
         else:
@@ -140,10 +177,22 @@ def own_references(
     Raises:
         InputError: as :func:`own_files`.
     """
-    files = own_files(images, folder, references)
-    if missing := sum(file is None for file in files):
-        logger.warning("%s: %d of %d images have no reference", name, missing, len(files))
-    return References("own", files, shift=shift)
+    found = References("own", own_files(images, folder, references), shift=shift)
+    warn_of_missing(found, name)
+    return found
+
+
+def warn_of_missing(references: References, name: str) -> None:
+    """Warn of images without a reference; ``name`` is that of the images in messages.
+
+    Raises:
+        InputError: no image has one.
+    """
+    count, missing = len(references.files), references.missing
+    if missing == count:
+        raise InputError(f"{name}: data.reference={references.choice} finds no reference for any of {count} images")
+    if missing:
+        logger.warning("%s: %d of %d images have no reference", name, missing, count)
 
 
 def named_references(files: Sequence[Path], folder: Path, references: Path) -> list[Path]:
@@ -181,11 +230,11 @@ def files_by_stem(folder: Path) -> dict[str, Path]:
     return found
 
 
-def groups_of(images: Sequence[Mapping[str, Any]]) -> list[int]:
+def groups_of(images: Sequence[Mapping[str, Any]], least: int = 2) -> list[int]:
     """Return the number of the group of each image: its key :data:`GROUP_KEY`, or the folder in its file name.
 
     Raises:
-        InputError: a group is neither text nor a whole number, or all images are in one group.
+        InputError: a group is neither text nor a whole number, or there are fewer groups than ``least``.
     """
     numbers: dict[object, int] = {}
     found = []
@@ -198,7 +247,7 @@ def groups_of(images: Sequence[Mapping[str, Any]]) -> list[int]:
                 f"image {image['id']}: {GROUP_KEY} is {printable(repr(group))}, expected text or a whole number"
             )
         found.append(numbers.setdefault(group, len(numbers)))
-    if len(numbers) < 2:
+    if len(numbers) < least:
         raise InputError(
             f"groups of images are needed, and all images are in one: give the key {GROUP_KEY} of the images in the "
             "annotation file, or a folder for each group in their file names"

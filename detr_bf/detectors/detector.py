@@ -95,7 +95,7 @@ class Detector(nn.Module):
         if getattr(self.backbone, "reference", "none") != "none":
             features = self.backbone(images, padding_mask, batch.references_or_images)
         elif batch.references is not None and self.attends_to_references:
-            both = torch.cat([images, batch.references])
+            both = torch.cat([images, batch.references_or_images])  # missing ones enter the statistics of norms
             mask = padding_mask.repeat(2, 1, 1)
             return self.detect(self.backbone(both, mask), mask, batch.targets, batch)
         else:

@@ -54,7 +54,6 @@ from detr_bf.data.checks.report import Split
 from detr_bf.data.checks.statistics import describe_splits
 from detr_bf.data.coco import CocoDetection, Source, check_annotations, read_annotations
 from detr_bf.data.columns import values_of
-from detr_bf.data.references import groups_of
 from detr_bf.data.transforms import mixup
 from detr_bf.detectors import Detector
 from detr_bf.engine import (
@@ -194,8 +193,7 @@ class DetectionTask(Task[DetectionConfig]):
 
     def train_batches(self, data: CocoDetection, device: torch.device) -> tuple[MakeBatches, int, int]:
         buckets = aspect_buckets(data.sizes, self.config.data.aspect_buckets)
-        if self.config.data.sampler == "group":
-            buckets = groups_of(read_annotations(data_source(self.config, "train").annotations).images)
+        buckets = buckets if data.groups is None else list(data.groups)
         features = object_features(data.class_counts_of_images) if self.config.data.sampler == "similar" else None
         batches = epoch_batches(self.config, len(data), buckets=buckets, features=features)
         loader = build_loader(self.config, device)

@@ -449,7 +449,7 @@ def test_batch_attention_is_set_by_the_files_that_mean_to_have_it() -> None:
     for name in (name for name in FILES if "classification" not in name and "experiments" not in name):
         config = load(name)
         if config.task == "detection":
-            demos = ("demo.yaml", "demo_deformable.yaml", "demo_panoptic.yaml", "pairs.yaml")
+            demos = ("demo.yaml", "demo_deformable.yaml", "demo_panoptic.yaml", "pairs.yaml", "deeppcb.yaml")
             on = name.endswith("_bfv2.yaml") or name in demos
             assert config.batch_former.enabled == on, name
             assert not on or config.sources["batch_former.enabled"].startswith("file "), name

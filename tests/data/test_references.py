@@ -262,8 +262,8 @@ def test_groups_by_key_and_by_folder() -> None:
 @pytest.mark.parametrize(
     ("entry", "folder", "message"),
     [
-        ({"template": 3}, False, "template is 3, expected the name of a file"),
-        ({"template": ""}, False, "template is '', expected the name of a file"),
+        ({"template": 3}, False, "template is 3, expected the path of a file relative to the folder"),
+        ({"template": ""}, False, "template is '', expected the path of a file relative to the folder"),
         ({}, False, "and none is given"),
         ({}, True, "no file has the name of an image"),
     ],

@@ -61,7 +61,7 @@ class OwnReferences:
             (file, size), reference = pairs[index], self.files[index]
             assert reference is not None, "it can be read"
             read = partial(read_image, max_pixels=self.max_pixels, grey_bits=grey_bits, as_stored=as_stored)
-            return alignment(read(file, size), read(reference))
+            return alignment(read(file, size), read(reference, size))
 
         with ThreadPool(max(1, self.workers)) as pool:
             return dict(zip(pairs, pool.map(compare, pairs), strict=True))

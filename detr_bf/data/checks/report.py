@@ -129,8 +129,11 @@ class Split:
             return None
         with suppress(ValueError):  # another size than annotated has its own check
             turned = own.sizes.wants_rotation(annotated_size(image), bool(self.as_stored))
-            found = record.sizes.rotated if record.sizes.wants_rotation(None) else record.sizes.stored
-            return own.sizes.rotated if turned else own.sizes.stored, found
+            ours, theirs = own.sizes.rotated if turned else own.sizes.stored, record.sizes
+            with suppress(ValueError):  # of another size
+                if not theirs.wants_rotation(ours, bool(self.as_stored)):
+                    return ours, theirs.stored
+            return ours, theirs.rotated
         return None
 
     @cached_property
