@@ -359,7 +359,7 @@ class CocoDetection(Dataset[LoadedSample]):
             return Pair(sample, None)
         # an own reference is rotated by its EXIF tag where its image would be
         size = self.sizes[index] if self.references.choice == "own" else None
-        with prefix_errors(f"the reference of {printable(self.file_names[index])}"):
+        with prefix_errors(f"the reference of {printable(self.file_names[index])}, of the same size"):
             reference = read_image(file, size, self.max_pixels, grey_bits=self.grey_bits, as_stored=self.as_stored)
         fitted = self.references.fitted(reference, pixels, seed, printable(file.name))
         return Pair(sample, sample._replace(image=Image(fitted)))

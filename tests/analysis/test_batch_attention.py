@@ -116,7 +116,7 @@ def test_a_detector_with_references(config: Path, tmp_path: Path, capsys: pytest
     assert {row["attended"] for row in rows} == {"0103.png", "reference of 0103.png"}
     assert len(rows) == 2 * 2 * 2, "layers of the mixer, heads, images"
     subject = load_inspected("run", run)
-    shown = subject.load([2])
+    shown = subject.with_reference(subject.load([2]))
     np.testing.assert_allclose(shown.images[1].picture, shown.images[0].picture[::-1], atol=0.03)  # resized
     with torch.no_grad(), recorded(subject.model.encoder.batch_former) as recording:
         subject.model(shown.inputs)
@@ -132,6 +132,31 @@ def test_a_detector_with_references(config: Path, tmp_path: Path, capsys: pytest
     ):
         assert analyze(arguments) == 2
         assert message in capsys.readouterr().err
+
+
+def test_feature_maps_and_attention_of_stacked_references(config: Path, tmp_path: Path) -> None:
+    own = [setting for setting in with_references(config) if setting.startswith("data.")]
+    run = trained(config, "run", *own, "model.backbone.reference=stack")
+    out = ["--output", str(tmp_path / "out")]
+    assert analyze(["batch-attention", str(run), *out, "--images", "2", "--auto", "1"]) == 0
+    assert len({row["attended"] for row in table(tmp_path / "out/batch-attention.csv")}) == 2
+    assert analyze(["mini-batch-inference", str(run), *out]) == 0
+    assert analyze(["feature-maps", str(run), *out, "--images", "3"]) == 0
+
+
+def test_feature_maps_of_a_detector_with_references(config: Path, tmp_path: Path) -> None:
+    run = trained(config, "run", *with_references(config))
+    assert analyze(["feature-maps", str(run), "--output", str(tmp_path / "out"), "--images", "3"]) == 0
+
+
+def test_an_image_without_a_reference_is_told(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = with_references(config)
+    (config.parent / "val_references" / "0103.png").unlink()
+    run = trained(config, "run", *settings)
+    arguments = ["batch-attention", str(run), "--output", str(tmp_path / "out"), "--image"]
+    assert analyze([*arguments, "0102.png"]) == 0
+    assert analyze([*arguments, "0103.png"]) == 2
+    assert "0103.png has no reference to attend to" in capsys.readouterr().err
 
 
 def test_references_of_training_alone_are_not_shown(

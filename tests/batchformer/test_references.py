@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from detr_bf.batchformer import BatchFormerV2
+from detr_bf.batchformer.inspection import recorded, statistics, stream_distance
 from detr_bf.common.errors import InputError
 from detr_bf.common.structures import TokenBatch
 from detr_bf.transformer import Encoder, EncoderLayer, TokenAttention
@@ -168,13 +169,27 @@ def test_single_stream_inference_is_the_same_function_in_both_modes() -> None:
     assert module.batch_former.mixes_evaluated_images
 
 
+@pytest.mark.parametrize("images", [1, 2, 3])
+def test_stream_distances_are_those_of_the_images(images: int) -> None:
+    torch.set_default_dtype(torch.float32)
+    module, batch = encoder(layers=[0, 1]), pairs()
+    rows = [*range(images), *range(IMAGES, IMAGES + images)]
+    few = TokenBatch(batch.tokens[rows], {name: value[rows] for name, value in batch.per_sample.items()})
+    assert module.batch_former is not None
+    with recorded(module.batch_former) as recording:
+        module(few.with_references(None))
+    first = recording.insertions[0].after.tokens
+    expected = stream_distance(first[:images], first[images : 2 * images]).mean()
+    torch.testing.assert_close(statistics(recording)["stream_distance/0"], expected, check_dtype=False)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"mode": "single_stream_inference", "until_epoch": 1}, "until_epoch would train without"),
         ({"gather": True}, "references chooses among the images of one process"),
         ({"group_size": 2}, "group_size and references both choose"),
         ({"neighbours": 2}, "neighbours and references both choose"),
-        ({"mode": "single_stream_inference", "until_epoch": 1, "keep_streams": True}, "keep_streams=true keeps two"),
     ],
 )
 def test_settings_that_exclude_each_other(changes: dict[str, object], message: str) -> None:

@@ -19,7 +19,7 @@ from detr_bf.common.structures import Batch
 from detr_bf.data.augment import Augmentation
 from detr_bf.data.batches import SampleKey
 from detr_bf.data.coco import CocoDetection, read_annotations
-from detr_bf.data.references import References, groups_of, own_files, translated
+from detr_bf.data.references import References, groups_of, own_files, translated, warn_of_missing
 from detr_bf.data.transforms import eval_transform, train_transform
 
 Factory = Callable[..., SimpleNamespace]
@@ -201,7 +201,7 @@ def test_a_random_reference_of_another_size_is_resized(coco_folder: Factory) -> 
 def test_an_own_reference_of_another_size_is_refused(coco_folder: Factory) -> None:
     data = coco_folder(num_images=1)
     folder = with_templates(data, lambda image: image.resize((60, 48)))
-    with pytest.raises(InputError, match=r"0001.png has 60 x 48 pixels .* and its image 64 x 48"):
+    with pytest.raises(InputError, match=r"reference of 0001.png, of the same size: .* 64 x 48 .* but the file has 60 x 48"):
         dataset(data, own(data, folder))[SampleKey(0, 0)]
 
 
@@ -283,3 +283,62 @@ def test_large_files_keep_the_key(coco_folder: Factory, monkeypatch: pytest.Monk
     assert not isinstance(content.images, list)
     assert own_files(content.images, data.images, folder)[0] == folder / "0001.png"
     assert json.loads(data.annotations.read_text())["images"][0]["template"] == "0001.png"
+
+
+@pytest.mark.parametrize("orientation", [3, 6])
+@pytest.mark.parametrize("sized", [True, False])
+def test_an_own_reference_is_rotated_as_its_image(coco_folder: Factory, orientation: int, sized: bool) -> None:
+    data = coco_folder(num_images=2)
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    for entry in data.content["images"]:
+        path = data.images / entry["file_name"]
+        with Image.open(path) as image:
+            image.load()
+        image.save(path, exif=exif)
+        if not sized:
+            del entry["width"], entry["height"]
+    folder = with_templates(data, lambda image: image)
+    for entry in data.content["images"]:
+        (folder / entry["file_name"]).write_bytes((data.images / entry["file_name"]).read_bytes())
+    samples = dataset(data, own(data, folder), transform=lambda sample: sample)
+    image, _, reference = samples[SampleKey(0, 0)]  # type: ignore[misc]
+    assert torch.equal(image, reference)
+
+
+def test_the_fingerprint_covers_the_references(coco_folder: Factory) -> None:
+    data = coco_folder()
+    folder = with_templates(data, ImageOps.invert)
+    references = own(data, folder)
+    files = references.files
+    fingerprints = [
+        dataset(data, given).fingerprint(quick=quick)["sha256"]
+        for given in (
+            None,
+            references,
+            replace(references, shift=2),
+            replace(references, files=[files[1], files[0], *files[2:]]),
+            References("random", files),
+        )
+        for quick in (True, False)
+    ]
+    assert len(set(fingerprints)) == len(fingerprints)
+    (folder / "0001.png").write_bytes(b"another size")
+    changed = dataset(data, references)
+    assert changed.fingerprint(quick=True)["sha256"] == fingerprints[2]
+    assert changed.fingerprint(quick=False)["sha256"] != fingerprints[3]
+
+
+def test_images_alone_in_their_group_are_counted(caplog: pytest.LogCaptureFixture) -> None:
+    files = [Path(f"{number}.png") for number in range(4)]
+    warn_of_missing(References("same_group", files, [0, 0, 1, 2]), "data.train")
+    assert "data.train: 2 of 4 images have no reference" in caplog.text
+    for references in (References("same_group", files, [0, 1, 2, 3]), References("random", files[:1])):
+        with pytest.raises(InputError, match="finds no reference for any of"):
+            warn_of_missing(references, "data.val")
+
+
+def test_a_name_without_a_stem_has_no_reference(tmp_path: Path) -> None:
+    Image.new("RGB", (4, 4)).save(tmp_path / "1.png")
+    entries = [{"id": 1, "file_name": "1.png"}, {"id": 2, "file_name": ""}, {"id": 3, "file_name": "."}]
+    assert own_files(entries, tmp_path, tmp_path) == [tmp_path / "1.png", None, None]

@@ -117,6 +117,16 @@ def test_masks_are_those_of_the_images() -> None:
     assert masks.all().shape[0] == 2
 
 
+def test_missing_references_leave_no_trace_in_norms_in_training(float64: None) -> None:
+    built = detector("rtdetr", [0, LAYERS], mode="single_stream")
+    given = batch(torch.tensor([True, False]))
+    assert given.references is not None
+    outputs = built(given)
+    changed = given.references.clone()
+    changed[1] = 255 - changed[1]
+    torch.testing.assert_close(built(replace(given, references=changed)).logits, outputs.logits)
+
+
 def network() -> Network:
     torch.manual_seed(0)
     return build_resnet("resnet18", weights="none", strides=[8], dilation=False)
