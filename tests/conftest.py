@@ -231,7 +231,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         raise pytest.UsageError(f"default_tier names cases that do not exist: {wrong}")
 
 
-MOST_SECONDS = 20.0  # of processor time, with child processes, of one test of `make test` and its fixtures
+# of processor time, with child processes, of one test of `make test` and its fixtures, except those of several tests
+MOST_SECONDS = 20.0
 _STARTED = pytest.StashKey[float]()
 
 
@@ -242,6 +243,15 @@ def _processor_seconds() -> float:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     item.stash[_STARTED] = _processor_seconds()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest) -> Any:
+    before = _processor_seconds()
+    result = yield
+    if fixturedef.scope != "function" and (item := getattr(request, "_pyfuncitem", None)) is not None:
+        item.stash[_STARTED] = item.stash.get(_STARTED, before) + _processor_seconds() - before
+    return result
 
 
 @pytest.hookimpl(wrapper=True)

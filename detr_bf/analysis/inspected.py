@@ -28,7 +28,6 @@ from detr_bf.common.structures import Batch, ClassMap, Target, TokenBatch
 from detr_bf.common.text import listed, printable
 from detr_bf.config import DetectionConfig, RunConfig, config_from_dict
 from detr_bf.data.batches import SampleKey
-from detr_bf.detectors import Detector
 from detr_bf.engine import build_and_load, checkpoint_of, load_checkpoint
 from detr_bf.tasks import task_of
 
@@ -131,7 +130,7 @@ class InspectedDetector(InspectedRun):
 
     @property
     def attends_to_references(self) -> bool:
-        return cast("Detector", self.model).attends_to_references
+        return bool(cast("Any", self.model).attends_to_references)
 
     def with_reference(self, batch: ShownBatch) -> ShownBatch:
         image, pixels = batch.images[0], batch.inputs.references

@@ -26,6 +26,7 @@ from detr_bf.data.batches import SampleKey
 from detr_bf.data.checks.learning import Training
 from detr_bf.data.coco import CocoAnnotations, CocoDetection, Source, read_annotations
 from detr_bf.data.columns import values_of
+from detr_bf.data.images import check_folder
 from detr_bf.data.inputs import real_path
 from detr_bf.data.loader import BatchLoader, make_loader
 from detr_bf.data.references import References, groups_of, own_references, warn_of_missing
@@ -39,6 +40,7 @@ def build_train_data(config: DetectionConfig) -> CocoDetection:
     """Return the training split, whose categories become the classes; with masks if the model has a mask head."""
     source = data_source(config, "train")
     transform, sized = build_train_transforms(config)
+    check_folder(source.images)  # the first to be told of two faults
     content = read_annotations(source.annotations)
     return CocoDetection(
         source.images,
@@ -166,6 +168,7 @@ def build_val_data(
     ``references``: with the references that evaluation reads.
     """
     source = data_source(config, "val")
+    check_folder(source.images)  # the first to be told of two faults
     content = read_annotations(source.annotations)
     return CocoDetection(
         source.images,

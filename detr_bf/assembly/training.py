@@ -340,11 +340,29 @@ def initial_classes(path: str) -> ClassMap | None:
     return load_shared(found.parent).classes if is_shared(found.parent) else stored_classes(checkpoint_of(found))
 
 
-def choose_grey_bits(data: LoadingConfig, folder: Path, names: Sequence[str]) -> None:
-    """Set ``grey_bits`` to the bits of the training images if it is not given (in-place), with a warning."""
+def choose_grey_bits(data: LoadingConfig, *folders: tuple[Path, Sequence[str]]) -> None:
+    """Set ``grey_bits`` to the bits of the training images if it is not given (in-place), with a warning.
+
+    ``folders`` are those of the images and of their references, each with the names of its files.
+    """
     if data.grey_bits is None:
-        files = partial(check_files, ImageRecord, folder, names, cache_folder("doctor"))
-        data.grey_bits = grey_bits_of(folder, names, partial(files, max(1, data.workers), data.max_pixels))
+        bits = [
+            grey_bits_of(
+                folder,
+                names,
+                partial(
+                    check_files,
+                    ImageRecord,
+                    folder,
+                    names,
+                    cache_folder("doctor"),
+                    max(1, data.workers),
+                    data.max_pixels,
+                ),
+            )
+            for folder, names in folders
+        ]
+        data.grey_bits = max((each for each in bits if each is not None), default=None)
         if data.grey_bits is not None:
             logger.warning(
                 "16-bit grey images are scaled to 8 bits from the %d bits that the training images use, in validation "

@@ -90,7 +90,7 @@ def read_image_splits(config: ImageConfig) -> LabelledSplits:
     data, splits = config.data, _read(config)
     train, val = splits.train.images, splits.val.images
     if isinstance(train, FileImages):
-        choose_grey_bits(data, train.folder, train.names)
+        choose_grey_bits(data, (train.folder, train.names))
         assert isinstance(val, FileImages), "both splits are of one kind"
         train, val = (replace(images, grey_bits=data.grey_bits) for images in (train, val))
         splits = replace(splits, train=replace(splits.train, images=train), val=replace(splits.val, images=val))

@@ -24,6 +24,7 @@ from detr_bf.assembly.data import (
     data_source,
     data_sources,
     reference_folders,
+    references_folder,
     training_amount,
 )
 from detr_bf.assembly.model import (
@@ -54,6 +55,7 @@ from detr_bf.data.checks.report import Split
 from detr_bf.data.checks.statistics import describe_splits
 from detr_bf.data.coco import CocoDetection, Source, check_annotations, read_annotations
 from detr_bf.data.columns import values_of
+from detr_bf.data.references import own_files
 from detr_bf.data.transforms import mixup
 from detr_bf.detectors import Detector
 from detr_bf.engine import (
@@ -140,8 +142,13 @@ class DetectionTask(Task[DetectionConfig]):
 
     def load_data(self) -> CocoDetection:
         source = data_source(self.config, "train")
-        names = values_of(read_annotations(source.annotations).images, "file_name")
-        choose_grey_bits(self.config.data, source.images, names)
+        images = read_annotations(source.annotations).images
+        folders = [(source.images, values_of(images, "file_name"))]
+        if self.config.data.reference == "own":
+            own = references_folder(self.config, "train")
+            files = [file for file in own_files(images, source.images, own) if file is not None]
+            folders.append((own or source.images, [str(file.relative_to(own or source.images)) for file in files]))
+        choose_grey_bits(self.config.data, *folders)
         data = build_train_data(self.config)
         check_enough_tokens(self.config, data, "train")
         return data

@@ -96,7 +96,7 @@ def test_round_trips(tmp_path: Path) -> None:
         ("batch_former.layers=[0,x]", ["batch_former.layers[1] must be int", "'x' of type str"]),
         ("batch_former.layers=3", ["batch_former.layers must be list[int]", "3 of type int"]),
         ("train=5", ["override 'train=5': train is a group of settings (epochs, "]),
-        ("data.train=foo", ["data.train is a group of settings (split, images, annotations, panoptic)"]),
+        ("data.train=foo", ["data.train is a group of settings (split, images, annotations, panoptic, references)"]),
         ("batch_former=null", ["batch_former is a group of settings"]),
         ("optimizer.lr=inf", ["optimizer.lr must be 0 or more and at most 1e30, got inf"]),
         ("optimizer.drop_factor=nan", ["optimizer.drop_factor must be greater than 0 and at most 1, got nan"]),

@@ -201,7 +201,9 @@ def test_a_random_reference_of_another_size_is_resized(coco_folder: Factory) -> 
 def test_an_own_reference_of_another_size_is_refused(coco_folder: Factory) -> None:
     data = coco_folder(num_images=1)
     folder = with_templates(data, lambda image: image.resize((60, 48)))
-    with pytest.raises(InputError, match=r"reference of 0001.png, of the same size: .* 64 x 48 .* but the file has 60 x 48"):
+    with pytest.raises(
+        InputError, match=r"reference of 0001.png, of the same size: .* 64 x 48 .* but the file has 60 x 48"
+    ):
         dataset(data, own(data, folder))[SampleKey(0, 0)]
 
 

@@ -331,10 +331,10 @@ def test_bad_arguments(
 
 def test_what_cannot_be_exported(tmp_path: Path) -> None:
     for mode in EVALUATED_MODES:
-        with pytest.raises(InputError, match=f"{mode}: images attend to other images"):
+        with pytest.raises(InputError, match=f"{mode}: the images of a batch attend to each other"):
             predictor(batch_former=batch_former(num_encoder_layers=1, mode=mode)).export(tmp_path / "it.onnx")
     former = QueryBatchFormer(DIM, layers=[1], num_decoder_layers=2, mode="mini_batch_inference")
-    with pytest.raises(InputError, match="mini_batch_inference: images attend to other images"):
+    with pytest.raises(InputError, match="mini_batch_inference: the images of a batch attend to each other"):
         predictor(query_batch_former=former, decoder_layers=2).export(tmp_path / "it.onnx")
     squares = predictor("detr", "data.transforms.square=64")
     with pytest.raises(InputError, match="64x64"):

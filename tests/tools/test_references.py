@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
@@ -125,6 +126,13 @@ def test_missing_references_are_counted(paired: Path, tmp_path: Path, capsys: py
     said = capsys.readouterr().err
     assert "data.train: 1 of 15 images have no reference" in said
     assert "data.val: 2 of 4 images have no reference" in said
+
+
+def test_the_bits_of_references_count(paired: Path, tmp_path: Path) -> None:
+    for file in (tmp_path / "train" / "references").iterdir():
+        Image.fromarray(np.full((48, 64), 3000, np.uint16)).save(file)
+    assert train_net(["--config", str(paired), *READERS["stack"], "train.max_steps=1", "eval.pictures=0"]) == 0
+    assert load_checkpoint(tmp_path / "run" / "last.pt").config["data"]["grey_bits"] == 12
 
 
 @pytest.mark.parametrize(
