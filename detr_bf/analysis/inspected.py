@@ -138,7 +138,7 @@ class InspectedDetector(InspectedRun):
             raise InputError(f"{image.name} has no reference to attend to: choose another image with --image")
         height, width = image.picture.shape[:2]
         picture = pixels[0, :, :height, :width].permute(1, 2, 0).float().cpu() / 255
-        name = f"reference of {image.name}"
+        name = f"{image.name} (reference)"
         return replace(batch, images=(image, replace(image, name=name, picture=picture.numpy())))
 
     def load(self, indices: Sequence[int]) -> ShownBatch:

@@ -113,7 +113,7 @@ def test_a_detector_with_references(config: Path, tmp_path: Path, capsys: pytest
     out = ["--output", str(tmp_path / "out")]
     assert analyze(["batch-attention", str(run), *out, "--image", "0103.png"]) == 0
     rows = table(tmp_path / "out/batch-attention.csv")
-    assert {row["attended"] for row in rows} == {"0103.png", "reference of 0103.png"}
+    assert {row["attended"] for row in rows} == {"0103.png", "0103.png (reference)"}
     assert len(rows) == 2 * 2 * 2, "layers of the mixer, heads, images"
     subject = load_inspected("run", run)
     shown = subject.with_reference(subject.load([2]))
