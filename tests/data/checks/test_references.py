@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ import torch
 from PIL import Image
 
 from detr_bf.common.errors import InputError
-from detr_bf.data.checks.alignment import LONGEST_SIDE, alignment
+from detr_bf.data.checks.alignment import LONGEST_SIDE, _grey, alignment
 from detr_bf.data.checks.annotations import Report, examine
 from detr_bf.data.coco import Source
 from detr_bf.data.references import translated
@@ -199,6 +200,17 @@ def test_pictures_that_have_nothing_in_common_are_not_moved() -> None:
     assert found.differing > 0.4
     assert not found.moved
     assert alignment(torch.full((3, 8, 9), 7, dtype=torch.uint8), torch.full((3, 8, 9), 9, dtype=torch.uint8))[0] == 0
+
+
+def test_a_large_image_is_reduced_without_a_copy_in_float32() -> None:
+    pixels, step = texture(0, 1702, 1301), 3
+    tracemalloc.start()
+    found = _grey(pixels, step)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    expected = pixels[:, :1299, :1701].double().reshape(3, 433, 3, 567, 3).mean((0, 2, 4))
+    np.testing.assert_allclose(found, (expected - expected.mean()).numpy(), atol=1e-3)
+    assert peak < 2 * pixels.numel()
 
 
 def test_statistics_are_json(pairs: Pairs) -> None:
