@@ -225,7 +225,8 @@ def _given_source(data: DataConfig, split: str) -> Source:
                 f"data.val.split is not set: give one of {read_folder(root, data.format).known_splits}, or take the "
                 "validation images from the training images with data.val_fraction or data.folds"
             )
-        return Source(root, read_split(root, data.format, paths.split or ""))
+        content = read_split(root, data.format, paths.split or "")
+        return Source(root, read_folder(root, data.format).as_given(content) if paths.references else content)
     missing = [f"data.{split}.{key}" for key in ("images", "annotations") if not getattr(paths, key)]
     if missing:
         verb = "is" if len(missing) == 1 else "are"
