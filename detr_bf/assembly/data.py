@@ -55,7 +55,7 @@ def build_train_data(config: DetectionConfig) -> CocoDetection:
         augment=build_augmentation(config),
         sized=sized,
         references=build_references(config, "train", source.images, content),
-        groups=groups_of(content.images) if config.data.sampler == "group" else None,
+        groups=groups_read(config, "train", content) if config.data.sampler == "group" else None,
     )
 
 
@@ -71,11 +71,23 @@ def build_references(config: DetectionConfig, split: str, folder: Path, content:
     if data.reference == "own":
         own = references_folder(config, split)
         return own_references(content.images, folder, own, f"data.{split}", data.reference_shift)
-    groups = groups_of(content.images, 2 if split == "train" else 1) if data.reference == "same_group" else ()
+    groups = groups_read(config, split, content) if data.reference == "same_group" else None
     names = values_of(content.images, "file_name")
-    found = References(data.reference, [folder / name for name in names], groups, data.reference_shift)
+    found = References(data.reference, [folder / name for name in names], groups or (), data.reference_shift)
     warn_of_missing(found, f"data.{split}")
     return found
+
+
+def groups_read(config: DetectionConfig, split: str, content: CocoAnnotations) -> list[int] | None:
+    """Return the groups of the images of ``train`` or ``val`` that references or batches read, None if neither does.
+
+    Raises:
+        InputError: as :func:`~detr_bf.data.references.groups_of`.
+    """
+    training, data = split == "train", config.data
+    of_references = data.reference == "same_group" and config.reads_references(split)
+    of_batches = training and data.sampler == "group"
+    return groups_of(content.images, 2 if training else 1) if of_references or of_batches else None
 
 
 def references_folder(config: DetectionConfig, split: str) -> Path | None:

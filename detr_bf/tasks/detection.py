@@ -23,6 +23,7 @@ from detr_bf.assembly.data import (
     data_root,
     data_source,
     data_sources,
+    groups_read,
     reference_folders,
     references_folder,
     training_amount,
@@ -100,6 +101,8 @@ class DetectionTask(Task[DetectionConfig]):
     def examine(self, sources: Mapping[str, Source] | None = None) -> Report:
         """Return the problems of the data of the config, or of ``sources``: train and perhaps val."""
         given = data_sources(self.config) if sources is None else sources
+        for split, source in given.items():
+            groups_read(self.config, split, read_annotations(source.annotations))
         report = examine(
             given["train"],
             given.get("val"),

@@ -10,6 +10,7 @@ import pytest
 from PIL import Image, ImageOps
 
 from detr_bf.assembly import build_model
+from detr_bf.commands import main
 from detr_bf.config import load_config
 from detr_bf.engine import load_checkpoint
 from tests.tools.launch import Job
@@ -158,6 +159,22 @@ def test_what_is_refused(
 ) -> None:
     assert train_net(["--config", str(paired), *settings]) == 2
     assert message in capsys.readouterr().err
+    assert main(["check", str(paired), *settings]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("settings", [("data.sampler=group",), ("data.reference=same_group",)])
+def test_a_group_that_is_no_name_is_refused(
+    settings: tuple[str, ...], paired: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("train", "val"):
+        annotations = tmp_path / name / "annotations.json"
+        content = json.loads(annotations.read_text())
+        content["images"][0]["group"], content["images"][1]["group"] = 1.5, 2
+        annotations.write_text(json.dumps(content))
+    for command in ("check", "train"):
+        assert main([command, str(paired), *READERS["two_stream"], *settings]) == 2
+        assert "image 1: group is 1.5, expected text or a whole number" in capsys.readouterr().err
 
 
 def test_batch_attention_between_references_has_the_weights_of_batch_attention(paired: Path) -> None:
