@@ -95,14 +95,23 @@ def test_images_of_the_split_as_references(choice: str, paired: Path, tmp_path: 
     assert (tmp_path / "eval" / "results.json").read_text() == (run / "results.json").read_text()
 
 
-def test_a_group_fills_each_batch(paired: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("count", "full"), [(3, 3), (2, 2), (4, 0)])
+def test_a_group_fills_each_batch(
+    count: int,
+    full: int,
+    paired: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """15 images in groups of 5, of 7 and 8, and of 3 and 4, in batches of 5."""
     from detr_bf.detectors import Detector
 
     annotations = tmp_path / "train" / "annotations.json"
     content = json.loads(annotations.read_text())
     groups = {}
     for number, entry in enumerate(content["images"]):
-        entry["group"] = groups[entry["id"]] = number % 3
+        entry["group"] = groups[entry["id"]] = number % count
     annotations.write_text(json.dumps(content))
     seen: list[set[int]] = []
     forward = Detector.forward
@@ -116,7 +125,10 @@ def test_a_group_fills_each_batch(paired: Path, tmp_path: Path, monkeypatch: pyt
     command = ["--config", str(paired), "data.reference=none", "data.sampler=group", "train.batch_size=5"]
     assert train_net([*command, "train.epochs=1", "eval.pictures=0"]) == 0
     assert len(seen) == 3
-    assert all(len(found) == 1 for found in seen)
+    assert sum(len(found) == 1 for found in seen) == full
+    said = capsys.readouterr().err
+    assert ("data.sampler=group" in said) == (full < 3)
+    assert full == 3 or f"{full} of 3 batches of an epoch hold 5 images of one group" in said
 
 
 def test_missing_references_are_counted(paired: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
