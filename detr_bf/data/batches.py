@@ -213,8 +213,8 @@ def warn_of_mixed_batches(groups: Sequence[int], batches: EpochBatches) -> None:
     full = sum(images // size for images in Counter(groups).values())
     if full < count:
         logger.warning(
-            "data.sampler=group: %d of %d batches of an epoch hold %d images of one group; the others hold what remains "
-            "of several groups: choose a smaller batch size, or larger groups",
+            "data.sampler=group: %d of %d batches of an epoch hold %d images of one group; the others hold what is "
+            "left of several groups: choose a smaller batch size, or larger groups",
             *(full, count, size),
         )
 
