@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image, ImageOps
 
 from detr_bf.assembly import build_model
@@ -69,13 +70,16 @@ def test_trains_resumes_to_the_same_bits_and_evaluates(reader: str, paired: Path
 def test_two_ranks_train_as_one_process(paired: Path, tmp_path: Path) -> None:
     settings = (*READERS["single_stream_inference"], "batch_former.dropout=0", "model.dropout=0", "eval.pictures=0")
     fixed = (*settings, "model.backbone.frozen_norm=true", "train.max_steps=2", "data.transforms.random_crop=0")
-    losses = {}
+    losses, weights = {}, {}
     for processes, size in ((1, 4), (2, 2)):
         job = Job(paired, tmp_path / str(processes), (*fixed, f"train.batch_size={size}"), processes=processes)
         assert job.run().code == 0
         lines = (tmp_path / str(processes) / "metrics.jsonl").read_text().splitlines()
         losses[processes] = [record["loss"] for record in map(json.loads, lines) if "loss" in record]
-    assert losses[2][:1] == pytest.approx(losses[1][:1], rel=1e-3)
+        weights[processes] = load_checkpoint(tmp_path / str(processes) / "last.pt").model
+    assert len(losses[1]) == 3, "two steps and the validation"
+    assert losses[2] == pytest.approx(losses[1], rel=1e-3)
+    torch.testing.assert_close(weights[2], weights[1], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("choice", ["random", "same_group"])
