@@ -58,6 +58,9 @@ def test_trains_resumes_to_the_same_bits_and_evaluates(reader: str, paired: Path
     evaluation = [*command, f"init_from={whole / 'last.pt'}", "--eval-only"]
     assert train_net([*evaluation, f"output_dir={tmp_path / 'same'}"]) == 0
     assert (tmp_path / "same" / "results.json").read_text() == trained
+    first, again = (json.loads((each / "evaluation.json").read_text()) for each in (whole, tmp_path / "same"))
+    assert first["losses"]
+    assert again["losses"] == first["losses"]
     for file in (tmp_path / "val" / "references").iterdir():
         with Image.open(file) as image:
             ImageOps.invert(image.convert("RGB")).save(file)
