@@ -78,7 +78,7 @@ def build_references(config: DetectionConfig, split: str, folder: Path, content:
     return found
 
 
-def groups_read(config: DetectionConfig, split: str, content: CocoAnnotations) -> list[int] | None:
+def groups_read(config: DetectionConfig, split: str, annotations: Path | CocoAnnotations) -> list[int] | None:
     """Return the groups of the images of ``train`` or ``val`` that references or batches read, None if neither does.
 
     Raises:
@@ -87,7 +87,9 @@ def groups_read(config: DetectionConfig, split: str, content: CocoAnnotations) -
     training, data = split == "train", config.data
     of_references = data.reference == "same_group" and config.reads_references(split)
     of_batches = training and data.sampler == "group"
-    return groups_of(content.images, 2 if training else 1) if of_references or of_batches else None
+    if not (of_references or of_batches):
+        return None
+    return groups_of(read_annotations(annotations).images, 2 if training else 1)
 
 
 def references_folder(config: DetectionConfig, split: str) -> Path | None:

@@ -101,8 +101,6 @@ class DetectionTask(Task[DetectionConfig]):
     def examine(self, sources: Mapping[str, Source] | None = None) -> Report:
         """Return the problems of the data of the config, or of ``sources``: train and perhaps val."""
         given = data_sources(self.config) if sources is None else sources
-        for split, source in given.items():
-            groups_read(self.config, split, read_annotations(source.annotations))
         report = examine(
             given["train"],
             given.get("val"),
@@ -117,6 +115,8 @@ class DetectionTask(Task[DetectionConfig]):
             training=training_amount(self.config),
             references=reference_folders(self.config),
         )
+        for split, source in given.items():
+            groups_read(self.config, split, source.annotations)
         if sources is not None or not self.config.data.root:
             return report
         from detr_bf.data.formats import read_folder  # not needed for COCO files

@@ -91,10 +91,11 @@ def _covered(split: Split) -> dict[int, float]:
     indices = {split.content.images[index]["id"]: index for index in split.alignments}
     found = dict.fromkeys(split.alignments, 0.0)
     for annotation in split.content.annotations:
-        index, bbox = indices.get(annotation["image_id"]), annotation.get("bbox")
+        index = indices.get(annotation["image_id"])
         size = split.size(split.content.images[index]) if index is not None else None
-        if index is not None and size and is_box(bbox):
-            found[index] += max(0, bbox[2]) * max(0, bbox[3]) / (size[0] * size[1])
+        if index is not None and size and is_box(annotation.get("bbox")):
+            width, height = annotation["bbox"][2:]
+            found[index] += max(0, width) * max(0, height) / (size[0] * size[1])
     return found
 
 
