@@ -55,7 +55,7 @@ def build_train_data(config: DetectionConfig) -> CocoDetection:
         augment=build_augmentation(config),
         sized=sized,
         references=build_references(config, "train", source.images, content),
-        groups=groups_of(content.images) if config.data.sampler == "group" else None,
+        groups=groups_read(config, "train", content) if config.data.sampler == "group" else None,
     )
 
 
@@ -71,11 +71,25 @@ def build_references(config: DetectionConfig, split: str, folder: Path, content:
     if data.reference == "own":
         own = references_folder(config, split)
         return own_references(content.images, folder, own, f"data.{split}", data.reference_shift)
-    groups = groups_of(content.images, 2 if split == "train" else 1) if data.reference == "same_group" else ()
+    groups = groups_read(config, split, content) if data.reference == "same_group" else None
     names = values_of(content.images, "file_name")
-    found = References(data.reference, [folder / name for name in names], groups, data.reference_shift)
+    found = References(data.reference, [folder / name for name in names], groups or (), data.reference_shift)
     warn_of_missing(found, f"data.{split}")
     return found
+
+
+def groups_read(config: DetectionConfig, split: str, annotations: Path | CocoAnnotations) -> list[int] | None:
+    """Return the groups of the images of ``train`` or ``val`` that references or batches read, None if neither does.
+
+    Raises:
+        InputError: as :func:`~detr_bf.data.references.groups_of`.
+    """
+    training, data = split == "train", config.data
+    of_references = data.reference == "same_group" and config.reads_references(split)
+    of_batches = training and data.sampler == "group"
+    if not (of_references or of_batches):
+        return None
+    return groups_of(read_annotations(annotations).images, 2 if training else 1)
 
 
 def references_folder(config: DetectionConfig, split: str) -> Path | None:
@@ -225,7 +239,8 @@ def _given_source(data: DataConfig, split: str) -> Source:
                 f"data.val.split is not set: give one of {read_folder(root, data.format).known_splits}, or take the "
                 "validation images from the training images with data.val_fraction or data.folds"
             )
-        return Source(root, read_split(root, data.format, paths.split or ""))
+        content = read_split(root, data.format, paths.split or "")
+        return Source(root, read_folder(root, data.format).as_given(content) if paths.references else content)
     missing = [f"data.{split}.{key}" for key in ("images", "annotations") if not getattr(paths, key)]
     if missing:
         verb = "is" if len(missing) == 1 else "are"

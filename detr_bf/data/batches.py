@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -15,6 +16,8 @@ from torch import Tensor
 from torch.utils.data import Sampler
 
 from detr_bf.common.errors import InputError
+
+logger = logging.getLogger(__name__)
 
 ATTEMPTS = 20  # images tried for one sample
 
@@ -202,6 +205,18 @@ class EpochBatches(Sampler[list[SampleKey]]):
         mixed.sort(key=lambda index: buckets[index])
         batches += [mixed[start : start + self.global_size] for start in range(0, len(mixed), self.global_size)]
         return [torch.tensor(batch) for batch in batches]
+
+
+def warn_of_mixed_batches(groups: Sequence[int], batches: EpochBatches) -> None:
+    """Warn if the groups of images do not fill all batches of an epoch."""
+    size, count = batches.global_size, batches.num_batches
+    full = sum(images // size for images in Counter(groups).values())
+    if full < count:
+        logger.warning(
+            "data.sampler=group: %d of %d batches of an epoch hold %d images of one group; the others hold what is "
+            "left of several groups: choose a smaller batch size, or larger groups",
+            *(full, count, size),
+        )
 
 
 class SameSizeBatches(Sampler[list[SampleKey]]):

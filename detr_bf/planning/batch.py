@@ -50,8 +50,7 @@ def fit_batch(config: DetectionConfig, model: Detector, data: CocoDetection, dev
     objects = int(data.class_counts_of_images.sum(1).max()) if len(data) else 0
 
     def attempt(size: int) -> None:
-        references = config.data.reference != "none"
-        batch = worst_batch(size, (height, width), objects, config.model.masks, references)
+        batch = worst_batch(size, (height, width), objects, config.model.masks, config.reads_references("train"))
         trial_step(config, model, batch, device)
 
     planned = copy.deepcopy(config)

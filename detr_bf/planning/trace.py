@@ -115,7 +115,7 @@ def trace(
         with recorder, FusedAttention() if device == "cuda" else nullcontext():
             count = settings.train.batch_size
             images = torch.zeros(count, 3, *size, dtype=torch.uint8)
-            references = None if settings.data.reference == "none" else images.clone()
+            references = images.clone() if settings.reads_references("train") else None
             batch = Batch(images, torch.zeros(count, *size, dtype=torch.bool), (objects,) * count, references)
             with autocast(device, HALF.get(settings.train.precision)):
                 outputs = model(batch)

@@ -42,7 +42,9 @@ def blocks(layers: Any) -> str:
 
 
 def _sentences(config: DetectionConfig) -> list[str]:
-    body = f"{config.model.name.upper()} with {config.model.backbone.name}."
+    backbone = config.model.backbone
+    seen = {"none": "", "stack": " on the image and its reference", "difference": " on the image minus its reference"}
+    body = f"{config.model.name.upper()} with {backbone.name}{seen[backbone.reference]}."
     return [body, batch_former_line(config), *encoder_plugins_line(config.plugins)]
 
 
@@ -63,8 +65,9 @@ def batch_former_line(config: DetectionConfig) -> str:
     position = f"{settings.position} {loop} {'layer' if len(settings.layers) == 1 else 'layers'} {layers}"
     ending = "" if settings.until_epoch is None else f", for the first {counted(settings.until_epoch, 'epoch')}"
     weights = " with shared weights" if settings.shared and len(settings.layers) > 1 else ""
+    images = ", between each image and its reference" if settings.references else ""
     return (
-        f"{name} {position}{weights}, mode {settings.mode.replace('_', ' ')}, {settings.heads} heads, "
+        f"{name} {position}{weights}{images}, mode {settings.mode.replace('_', ' ')}, {settings.heads} heads, "
         f"dropout {settings.dropout:g}, batches of {config.train.batch_size}{ending}."
     )
 

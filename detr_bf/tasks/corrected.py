@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
-from detr_bf.assembly.data import data_root, data_sources, reference_folders
+from detr_bf.assembly.data import data_root, data_sources, references_folder
 from detr_bf.common.errors import InputError
 from detr_bf.common.files import (
     atomic_write,
@@ -75,13 +75,14 @@ def write_corrected(config: DetectionConfig, output: Path) -> str:
     report = DetectionTask(config).examine(kept)
     if report.errors:
         raise InputError(f"these errors cannot be corrected by {_OPTION}; nothing was written\n{report}")
+    settings = _settings(config, output, splits)
     folders = make_output_folder(output, _OPTION)
     try:
         for name, each in splits.items():
             parts = {key: getattr(each.content, key) for key in ("images", "annotations", "categories")}
             write_json(_annotations(output, name), parts)
         _write_changes(output / CHANGES_FILE, splits)
-        write_text(output / SETTINGS_FILE, _settings(config, output, splits))
+        write_text(output / SETTINGS_FILE, settings)
     except OSError as error:
         remove_empty(folders)
         raise InputError(
@@ -111,7 +112,7 @@ def _settings(config: DetectionConfig, output: Path, splits: Mapping[str, Correc
         if name in splits:
             folder, annotations = (str(each.resolve()) for each in (splits[name].images, _annotations(output, name)))
         paths = f"images: {yaml_text(folder)}, annotations: {yaml_text(annotations)}"
-        references = reference_folders(config).get(name)
+        references = references_folder(config, name)
         own = yaml_text(str(references.resolve())) if references else '""'
         lines.append(f'  {name}: {{split: null, {paths}, panoptic: "", references: {own}}}')
     return "\n".join([*lines, ""])

@@ -23,6 +23,7 @@ from detr_bf.assembly.data import (
     data_root,
     data_source,
     data_sources,
+    groups_read,
     reference_folders,
     references_folder,
     training_amount,
@@ -49,7 +50,7 @@ from detr_bf.common.devices import device_of
 from detr_bf.common.errors import InputError
 from detr_bf.common.structures import Batch, ClassMap
 from detr_bf.config import DetectionConfig, config_from_dict, config_to_dict
-from detr_bf.data.batches import SameSizeBatches, aspect_buckets, derive_seed, object_features
+from detr_bf.data.batches import SameSizeBatches, aspect_buckets, derive_seed, object_features, warn_of_mixed_batches
 from detr_bf.data.checks.annotations import Report, examine
 from detr_bf.data.checks.report import Split
 from detr_bf.data.checks.statistics import describe_splits
@@ -114,6 +115,8 @@ class DetectionTask(Task[DetectionConfig]):
             training=training_amount(self.config),
             references=reference_folders(self.config),
         )
+        for split, source in given.items():
+            groups_read(self.config, split, source.annotations)
         if sources is not None or not self.config.data.root:
             return report
         from detr_bf.data.formats import read_folder  # not needed for COCO files
@@ -203,6 +206,8 @@ class DetectionTask(Task[DetectionConfig]):
         buckets = buckets if data.groups is None else list(data.groups)
         features = object_features(data.class_counts_of_images) if self.config.data.sampler == "similar" else None
         batches = epoch_batches(self.config, len(data), buckets=buckets, features=features)
+        if data.groups is not None:
+            warn_of_mixed_batches(data.groups, batches(epoch=0))
         loader = build_loader(self.config, device)
 
         def make_batches(epoch: int, start: int) -> Iterator[Batch]:

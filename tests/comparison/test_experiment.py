@@ -10,6 +10,7 @@ import pytest
 from detr_bf.common.errors import InputError
 from detr_bf.comparison.experiment import ExperimentCell, flat_settings, read_experiment
 from detr_bf.config import load_config, packaged_configs, packaged_experiments
+from detr_bf.tasks import task_of
 
 BASE = "model: {num_queries: 7}\ntrain: {epochs: 3}\n"
 ARMS = "arms:\n  off: [batch_former.enabled=false]\n  two_stream: [batch_former.enabled=true]\n"
@@ -266,3 +267,9 @@ def test_learning_rates_of_the_batch_sizes_follow_their_rule() -> None:
             assert lr == pytest.approx(factor * expected)
         assert config.train.epochs == base.train.epochs
     assert sizes == {2, 4, 8, 16}
+
+
+@pytest.mark.parametrize("name", sorted(packaged_experiments()))
+def test_every_arm_of_the_packaged_experiments_can_be_built(name: str) -> None:
+    for config in read_experiment(packaged_experiments()[name]).configs.values():
+        task_of(config).check_settings()

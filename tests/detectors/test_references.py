@@ -100,7 +100,7 @@ def test_rtdetr_fuses_the_references_for_an_insertion_after_the_fusion(float64: 
     )
 
 
-def test_masks_are_those_of_the_images() -> None:
+def test_masks_are_those_of_the_images(float64: None) -> None:
     head = MaskHead(DIM, heads=2, finer_channels=[CHANNELS])
     former = BatchFormerV2(
         DIM,
@@ -110,11 +110,26 @@ def test_masks_are_those_of_the_images() -> None:
         references=True,
         mode="single_stream_inference",
     )
-    built = model("detr", batch_former=former, mask_head=head)
+    built = shaken(model("detr", batch_former=former, mask_head=head)).eval()
     built.backbone, built.levels = Averages(2), 1
-    masks = built.eval()(batch()).masks
-    assert masks is not None
-    assert masks.all().shape[0] == 2
+
+    def masks(given: Batch) -> Tensor:
+        found = built(given).masks
+        assert found is not None
+        return found.all()
+
+    given = batch()
+    assert given.references is not None
+    own = masks(given)
+    changed = given.references.clone()
+    changed[0] = 255 - changed[0]
+    other = masks(replace(given, references=changed))
+    assert own.shape[0] == 2
+    assert not torch.allclose(other[0], own[0], atol=1e-7, rtol=1e-7)
+    torch.testing.assert_close(other[1], own[1], atol=1e-9, rtol=1e-7)
+    without = masks(replace(given, has_reference=torch.tensor([False, False])))
+    torch.testing.assert_close(without, masks(replace(given, references=None)), atol=1e-9, rtol=1e-7)
+    assert not torch.allclose(without[1], own[1], atol=1e-7, rtol=1e-7)
 
 
 def test_missing_references_leave_no_trace_in_norms_in_training(float64: None) -> None:

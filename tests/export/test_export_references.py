@@ -208,6 +208,7 @@ def test_backbones_that_see_the_reference(reference: str, tmp_path: Path) -> Non
     check_the_same(original, tmp_path / "it.onnx", batch_of(original, [image], missing=[0]))
 
 
+@pytest.mark.full
 def test_a_detector_that_has_not_learnt_to_read_references_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ParityError, match=r"change no output .* model\.backbone\.reference=stack .* train"):
         comparing("stack").export(tmp_path / "it.onnx", batch=1)

@@ -190,6 +190,18 @@ def test_batch_former_line() -> None:
     queries = replace(config.batch_former, enabled=True, at="queries", layers=[1, 2])
     line = batch_former_line(replace(config, batch_former=queries))
     assert line.startswith("Batch attention of queries before decoder layers 1, 2")
+    line = batch_former_line(replace(config, batch_former=replace(on, references=True)))
+    assert "with shared weights, between each image and its reference, mode" in line
+
+
+@pytest.mark.parametrize(("reference", "ending"), [("none", ""), ("stack", "the image and"), ("difference", "minus")])
+def test_the_reference_of_the_backbone_is_named(reference: str, ending: str) -> None:
+    config = DetectionConfig()
+    config.model.backbone.reference = reference
+    body, *_ = DETECTION_PAGE.sentences(config)
+    assert body.startswith(f"{config.model.name.upper()} with {config.model.backbone.name}")
+    assert ("reference" in body) == (reference != "none")
+    assert ending in body
 
 
 def test_plugins_of_the_encoder_are_named() -> None:

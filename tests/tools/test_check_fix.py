@@ -306,6 +306,24 @@ def test_references_stay_with_their_images(
     assert main(["check", kept[0], str(tmp_path / "fixed" / "data.yaml"), *kept[1:]]) == 0
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [("batch_former.references=true", "data.reference=own"), ("data.reference=none",)],
+    ids=["two_stream", "none"],
+)
+def test_folders_of_references_that_are_not_read_are_kept(
+    settings: tuple[str, ...], config: Callable[..., Path], images: Path, tmp_path: Path
+) -> None:
+    folders = {split: images / split / "images" for split in ("train", "val")}
+    given = [str(config(json.dumps(fixtures.coco()))), *settings]
+    references = [f"data.{split}.references={folder}" for split, folder in folders.items()]
+    assert main(["check", *given, *references, "--fix", str(tmp_path / "fixed")]) == 0
+    fixed = load_config([given[0], tmp_path / "fixed" / "data.yaml"], given[1:])
+    assert {split: getattr(fixed.data, split).references for split in folders} == {
+        split: str(folder) for split, folder in folders.items()
+    }
+
+
 @pytest.mark.parametrize("text", [FILES["empty file"], FILES["a list of results"], json.dumps(fixtures.panoptic())])
 def test_files_of_another_kind_are_refused(
     text: str, config: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]

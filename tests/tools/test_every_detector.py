@@ -38,6 +38,15 @@ VARIANTS = (
     "h_deformable_detr",
     "rtdetrv2",
 )  # of detectors that are trained in every run of the tests
+
+
+def losses(folder: Path) -> dict[str, float]:
+    """Return the losses of the evaluation in a folder."""
+    found: dict[str, float] = json.loads((folder / "evaluation.json").read_text())["losses"]
+    assert found
+    return found
+
+
 KINDS = [
     pytest.param(name, with_batch_former, marks=() if with_batch_former and name not in VARIANTS else pytest.mark.slow)
     for with_batch_former in (True, False)
@@ -65,6 +74,7 @@ def trains_evaluates_predicts_resumes(name: str, batch_former: str, tiny: Path, 
     again = tmp_path / "again"
     assert train_net([*command, f"output_dir={again}", f"init_from={whole / 'last.pt'}", "--eval-only"]) == 0
     assert (again / "results.json").read_text() == trained
+    assert losses(again) == losses(whole)
     image = sorted((tmp_path / "val" / "images").iterdir())[0]
     assert predict([str(whole), "--output", str(tmp_path / "found"), "--threshold", "0", str(image)]) == 0
     (entry,) = json.loads((tmp_path / "found" / "predictions.json").read_text())
@@ -167,3 +177,4 @@ def test_evaluation_does_without_batch_attention(tiny: Path, tmp_path: Path) -> 
         overrides = [setting, f"init_from={tmp_path / 'run' / 'last.pt'}", f"output_dir={tmp_path / str(number)}"]
         assert train_net([*command, "--eval-only", *overrides]) == 0
         assert (tmp_path / str(number) / "results.json").read_text() == trained
+        assert losses(tmp_path / str(number)) == losses(tmp_path / "run")

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image, ImageOps
 
 from detr_bf.assembly import build_model
+from detr_bf.commands import main
 from detr_bf.config import load_config
 from detr_bf.engine import load_checkpoint
 from tests.tools.launch import Job
@@ -56,6 +58,9 @@ def test_trains_resumes_to_the_same_bits_and_evaluates(reader: str, paired: Path
     evaluation = [*command, f"init_from={whole / 'last.pt'}", "--eval-only"]
     assert train_net([*evaluation, f"output_dir={tmp_path / 'same'}"]) == 0
     assert (tmp_path / "same" / "results.json").read_text() == trained
+    first, again = (json.loads((each / "evaluation.json").read_text()) for each in (whole, tmp_path / "same"))
+    assert first["losses"]
+    assert again["losses"] == first["losses"]
     for file in (tmp_path / "val" / "references").iterdir():
         with Image.open(file) as image:
             ImageOps.invert(image.convert("RGB")).save(file)
@@ -68,13 +73,16 @@ def test_trains_resumes_to_the_same_bits_and_evaluates(reader: str, paired: Path
 def test_two_ranks_train_as_one_process(paired: Path, tmp_path: Path) -> None:
     settings = (*READERS["single_stream_inference"], "batch_former.dropout=0", "model.dropout=0", "eval.pictures=0")
     fixed = (*settings, "model.backbone.frozen_norm=true", "train.max_steps=2", "data.transforms.random_crop=0")
-    losses = {}
+    losses, weights = {}, {}
     for processes, size in ((1, 4), (2, 2)):
         job = Job(paired, tmp_path / str(processes), (*fixed, f"train.batch_size={size}"), processes=processes)
         assert job.run().code == 0
         lines = (tmp_path / str(processes) / "metrics.jsonl").read_text().splitlines()
         losses[processes] = [record["loss"] for record in map(json.loads, lines) if "loss" in record]
-    assert losses[2][:1] == pytest.approx(losses[1][:1], rel=1e-3)
+        weights[processes] = load_checkpoint(tmp_path / str(processes) / "last.pt").model
+    assert len(losses[1]) == 3, "two steps and the validation"
+    assert losses[2] == pytest.approx(losses[1], rel=1e-3)
+    torch.testing.assert_close(weights[2], weights[1], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("choice", ["random", "same_group"])
@@ -94,14 +102,23 @@ def test_images_of_the_split_as_references(choice: str, paired: Path, tmp_path: 
     assert (tmp_path / "eval" / "results.json").read_text() == (run / "results.json").read_text()
 
 
-def test_a_group_fills_each_batch(paired: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("count", "full"), [(3, 3), (2, 2), (4, 0)])
+def test_a_group_fills_each_batch(
+    count: int,
+    full: int,
+    paired: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """15 images in groups of 5, of 7 and 8, and of 3 and 4, in batches of 5."""
     from detr_bf.detectors import Detector
 
     annotations = tmp_path / "train" / "annotations.json"
     content = json.loads(annotations.read_text())
     groups = {}
     for number, entry in enumerate(content["images"]):
-        entry["group"] = groups[entry["id"]] = number % 3
+        entry["group"] = groups[entry["id"]] = number % count
     annotations.write_text(json.dumps(content))
     seen: list[set[int]] = []
     forward = Detector.forward
@@ -115,7 +132,10 @@ def test_a_group_fills_each_batch(paired: Path, tmp_path: Path, monkeypatch: pyt
     command = ["--config", str(paired), "data.reference=none", "data.sampler=group", "train.batch_size=5"]
     assert train_net([*command, "train.epochs=1", "eval.pictures=0"]) == 0
     assert len(seen) == 3
-    assert all(len(found) == 1 for found in seen)
+    assert sum(len(found) == 1 for found in seen) == full
+    said = capsys.readouterr().err
+    assert ("data.sampler=group" in said) == (full < 3)
+    assert full == 3 or f"{full} of 3 batches of an epoch hold 5 images of one group" in said
 
 
 def test_missing_references_are_counted(paired: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -158,6 +178,22 @@ def test_what_is_refused(
 ) -> None:
     assert train_net(["--config", str(paired), *settings]) == 2
     assert message in capsys.readouterr().err
+    assert main(["check", str(paired), *settings]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("settings", [("data.sampler=group",), ("data.reference=same_group",)])
+def test_a_group_that_is_no_name_is_refused(
+    settings: tuple[str, ...], paired: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("train", "val"):
+        annotations = tmp_path / name / "annotations.json"
+        content = json.loads(annotations.read_text())
+        content["images"][0]["group"], content["images"][1]["group"] = 1.5, 2
+        annotations.write_text(json.dumps(content))
+    for command in ("check", "train"):
+        assert main([command, str(paired), *READERS["two_stream"], *settings]) == 2
+        assert "image 1: group is 1.5, expected text or a whole number" in capsys.readouterr().err
 
 
 def test_batch_attention_between_references_has_the_weights_of_batch_attention(paired: Path) -> None:

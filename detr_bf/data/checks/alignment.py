@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from detr_bf.common.progress import progress_bar
 from detr_bf.data.checks.files import ImageRecord, check_files
 from detr_bf.data.images import read_image
 
@@ -64,7 +65,9 @@ class OwnReferences:
             return alignment(read(file, size), read(reference, size))
 
         with ThreadPool(max(1, self.workers)) as pool:
-            return dict(zip(pairs, pool.map(compare, pairs), strict=True))
+            found = pool.imap(compare, pairs)
+            bar = progress_bar(found, total=len(pairs), desc="comparing images with references", unit="pair")
+            return dict(zip(pairs, bar, strict=True))
 
 
 def open_references(
@@ -95,10 +98,10 @@ def alignment(image: Tensor, reference: Tensor) -> Alignment:
 
 def _grey(pixels: Tensor, step: int) -> Grey:
     """Return the grey values, each the mean of a square of ``step`` pixels, without their mean."""
-    grey = pixels.numpy().astype(np.float32).mean(axis=0)
-    height, width = (max(1, side // step) for side in grey.shape)
-    rows, columns = min(step, grey.shape[0]), min(step, grey.shape[1])
-    reduced = grey[: height * rows, : width * columns].reshape(height, rows, width, columns).mean(axis=(1, 3))
+    rows, columns = (min(step, side) for side in pixels.shape[-2:])
+    height, width = pixels.shape[-2] // rows, pixels.shape[-1] // columns
+    whole = pixels.numpy()[:, : height * rows, : width * columns].reshape(3, height, rows, width, columns)
+    reduced: Grey = whole.mean((0, 2, 4), dtype=np.float32)
     return reduced - reduced.mean()
 
 

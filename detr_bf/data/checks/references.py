@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from detr_bf.common.text import printable
+import numpy as np
+
+from detr_bf.common.text import counted, printable
+from detr_bf.data.annotation_values import is_box
 from detr_bf.data.checks.files import ImageRecord
-from detr_bf.data.checks.report import CheckList, Split, image_text
+from detr_bf.data.checks.report import COMPARED, CheckList, Split, image_text
 
 REFERENCE_CHECKS = CheckList()  # of one split
+UNLIKE = 0.2  # share of pixels, beyond that of the boxes, that differ in the median pair if the references are mixed up
 
 
 def _pairs(split: Split) -> Iterator[tuple[Mapping[str, Any], str, ImageRecord | None]]:
@@ -48,16 +52,51 @@ def _without(split: Split) -> Iterator[str]:
 
 
 @REFERENCE_CHECKS.add(
-    "warning", "reference-not-aligned", "moved, the reference fits clearly better; 100 pairs are compared"
+    "warning", "reference-not-aligned", f"moved, the reference fits clearly better; at most {COMPARED} are compared"
 )
 def _not_aligned(split: Split) -> Iterator[str]:
     for index, found in split.alignments.items():
         if found.moved:
-            down, right = found.shift
+            moves = zip(found.shift[::-1], (("to the left", "to the right"), ("up", "down")), strict=True)
+            moved = " and ".join(f"{counted(abs(by), 'pixel')} {ways[by > 0]}" for by, ways in moves if by)
             yield (
                 f"{image_text(split.content.images[index])}: {100 * found.differing:.1f} % of the pixels differ, and "
-                f"{100 * found.shifted:.1f} % if the reference is moved by {right} pixels to the right and {down} down"
+                f"{100 * found.shifted:.1f} % if the reference is moved by {moved}"
             )
+
+
+@REFERENCE_CHECKS.add(
+    "warning", "reference-unlike", f"perhaps the reference of another image; at most {COMPARED} are compared"
+)
+def _unlike(split: Split) -> Iterator[str]:
+    """Yield the pairs that differ outside of their objects far more than the median pair, or most if that one does."""
+    if split.references is None:
+        return
+    covered = _covered(split)
+    differing = {index: min(found.differing, found.shifted) for index, found in split.alignments.items()}
+    shares = {index: max(0.0, share - covered[index]) for index, share in differing.items()}
+    median = float(np.median([*shares.values()])) if shares else 0.0
+    limit = UNLIKE if median > UNLIKE else UNLIKE / 2 + 3 * median
+    for index in sorted(shares, key=shares.__getitem__, reverse=True):
+        if shares[index] > limit:
+            yield (
+                f"{image_text(split.content.images[index])}: {100 * differing[index]:.1f} % of the pixels differ from "
+                f"{printable(split.references.files[index])}, and its boxes cover {100 * covered[index]:.1f} %; in the "
+                f"median pair {100 * median:.1f} % more pixels differ than boxes cover"
+            )
+
+
+def _covered(split: Split) -> dict[int, float]:
+    """Return the sum of the boxes' shares of each compared image, by its index."""
+    indices = {split.content.images[index]["id"]: index for index in split.alignments}
+    found = dict.fromkeys(split.alignments, 0.0)
+    for annotation in split.content.annotations:
+        index = indices.get(annotation["image_id"])
+        size = split.size(split.content.images[index]) if index is not None else None
+        if index is not None and size and is_box(annotation.get("bbox")):
+            width, height = annotation["bbox"][2:]
+            found[index] += max(0, width) * max(0, height) / (size[0] * size[1])
+    return found
 
 
 @REFERENCE_CHECKS.add("warning", "reference-is-image", "the image, which has objects, is its own reference", 3)

@@ -154,8 +154,8 @@ class Split:
             sizes = self.sizes_of_pair(image)
             if sizes and sizes[0] == sizes[1]:
                 usable.append(index)
-        chosen = usable[:: max(1, -(-len(usable) // COMPARED))]
-        images = {index: self.content.images[index] for index in chosen}
+        spaced = np.linspace(0, len(usable) - 1, min(len(usable), COMPARED)).round().astype(int)
+        images = {index: self.content.images[index] for index in (usable[number] for number in spaced)}
         pairs = {index: (self.folder / image["file_name"], annotated_size(image)) for index, image in images.items()}
         return self.references.alignments(pairs, grey_bits=self.grey_bits, as_stored=bool(self.as_stored))
 

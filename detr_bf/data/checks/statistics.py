@@ -113,10 +113,11 @@ def statistics_lines(document: Mapping[str, Any]) -> Iterator[str]:
             (f"{label}, median (5 % to 95 %)", *(_quantile_text(each["quantiles"][name]) for each in splits.values()))
         )
     if any("references" in each for each in splits.values()):
-        of = [each.get("references", {"images": 0, "differing": None}) for each in splits.values()]
-        rows.append(("images with a reference", *(f"{each['images']:,}" for each in of)))
-        percent = ([100 * share for share in each["differing"]] if each["differing"] else None for each in of)
-        rows.append(("pixels unlike the reference, %, median (5 % to 95 %)", *map(_quantile_text, percent)))
+        of = [each.get("references") for each in splits.values()]
+        rows.append(("images with a reference", *(f"{each['images']:,}" if each else "not read" for each in of)))
+        shares = (each and each["differing"] and [100 * share for share in each["differing"]] for each in of)
+        unlike = (_quantile_text(each) if read else "not read" for each, read in zip(shares, of, strict=True))
+        rows.append(("pixels unlike the reference, %, median (5 % to 95 %)", *unlike))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

@@ -67,7 +67,13 @@ def read_coco(root: Path, names: Sequence[str]) -> DataFolder:
     if len({repr(each.get("id")) for each in annotations}) < len(annotations):
         annotations = [{**each, "id": number} for number, each in enumerate(annotations, 1)]
     whole = CocoAnnotations(root, images, annotations, _categories(root, located))
-    return DataFolder(root, whole, splits if len(located) > 1 else {})
+    templates = {
+        new["file_name"]: old[KEY]
+        for name, content in files.items()
+        for old, new in zip(content.images, located[name].images, strict=True)
+        if old.get(KEY) != new.get(KEY)
+    }
+    return DataFolder(root, whole, splits if len(located) > 1 else {}, templates=templates)
 
 
 def _candidates(names: Sequence[str]) -> list[str]:
@@ -142,7 +148,7 @@ def _located(root: Path, name: str, content: CocoAnnotations, index: PathIndex) 
 def _located_template(image: Mapping[str, Any], file: str, folder: str, index: PathIndex) -> dict[str, str]:
     """Return the reference of an image relative to the root, if it is a file there or below the folder of the images.
 
-    Others stay as they are: they are relative to a folder of references.
+    Others stay as they are. With a folder of references all do, see :meth:`DataFolder.as_given`.
     """
     given = image.get(KEY)
     found = index.find(given, ["", folder]) if isinstance(given, str) and given else None

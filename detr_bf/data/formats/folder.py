@@ -11,7 +11,7 @@ import os
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from detr_bf.common.errors import InputError
 from detr_bf.common.files import read_regular
 from detr_bf.common.text import counted, listed, printable
 from detr_bf.data.coco import CocoAnnotations
+from detr_bf.data.references import KEY
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +51,7 @@ class DataFolder:
     content: CocoAnnotations
     splits: Mapping[str, NamedSplit]
     form: str = ""  # name of the form, for messages
+    templates: Mapping[str, str] = field(default_factory=dict)  # references as given, where they were located, by image
 
     def split(self, name: str) -> CocoAnnotations:
         """Return the images of one split: a named one, or those of a subfolder; all images for ``""`` and ``.``.
@@ -71,6 +73,14 @@ class DataFolder:
         if not chosen:
             raise InputError(f"{printable(self.root)} has no split {printable(name)}; its splits: {self.known_splits}")
         return images_of(self.content, chosen, self.root / name)
+
+    def as_given(self, content: CocoAnnotations) -> CocoAnnotations:
+        """Return a split with the references as the files name them: relative to a folder of references."""
+        images = [
+            {**image, KEY: self.templates[image["file_name"]]} if image["file_name"] in self.templates else image
+            for image in content.images
+        ]
+        return replace(content, images=images)
 
     @property
     def split_names(self) -> list[str]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +16,8 @@ import torch
 from PIL import Image
 
 from detr_bf.common.errors import InputError
-from detr_bf.data.checks.alignment import LONGEST_SIDE, alignment
+from detr_bf.data.checks import report as checks_report
+from detr_bf.data.checks.alignment import LONGEST_SIDE, _grey, alignment
 from detr_bf.data.checks.annotations import Report, examine
 from detr_bf.data.coco import Source
 from detr_bf.data.references import translated
@@ -91,6 +94,10 @@ def test_references_that_are_not_read_are_not_checked(pairs: Pairs) -> None:
     assert report.findings == ()
     assert report.statistics is not None
     assert "references" not in report.statistics["splits"]["val"]
+    rows = [
+        line for line in str(report).splitlines() if line.startswith(("images with a ref", "pixels unlike the ref"))
+    ]
+    assert [row.split("  ")[-1].strip() for row in rows] == ["not read", "not read"]
     pairs.path("train").unlink()
     assert pairs.examine({}).findings == ()
 
@@ -145,7 +152,40 @@ def test_a_moved_reference(pairs: Pairs) -> None:
         save(moved, path)
     assert pairs.findings() == [("warning", "train", "reference-not-aligned", 2)]
     example = pairs.examine().warnings[0].example
-    assert "if the reference is moved by 2 pixels to the right and -2 down" in example
+    assert example.endswith("if the reference is moved by 2 pixels to the right and 2 pixels up")
+    save(
+        translated(torch.from_numpy(np.array(Image.open(pairs.path("val")))).permute(2, 0, 1), -3, 0), pairs.path("val")
+    )
+    assert pairs.examine().warnings[1].example.endswith("if the reference is moved by 3 pixels down")
+
+
+def test_one_reference_of_another_image(pairs: Pairs) -> None:
+    images = pairs.sets["train"].content["images"]
+    images[2]["template"] = images[1]["template"]
+    assert pairs.findings() == [("warning", "train", "reference-unlike", 1)]
+    example = pairs.examine().warnings[0].example
+    match = re.fullmatch(
+        r"image 3, 0003\.png: (\S+) % of the pixels differ from (\S+), and its boxes cover (\S+) %; in .*", example
+    )
+    assert match
+    assert float(match[1]) > 40
+    assert match[2] == str(pairs.path("train", 1))
+    assert float(match[3]) < 30
+
+
+def test_all_references_are_those_of_other_images(pairs: Pairs) -> None:
+    images = pairs.sets["val"].content["images"]
+    names = [image["template"] for image in images]
+    for image, name in zip(images, (*names[1:], names[0]), strict=True):
+        image["template"] = name
+    assert pairs.findings() == [("warning", "val", "reference-unlike", 3)]
+
+
+def test_the_pairs_that_are_compared_are_spaced_evenly(pairs: Pairs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks_report, "COMPARED", 3)
+    statistics = pairs.examine().statistics
+    assert statistics is not None
+    assert [each["references"]["compared"] for each in statistics["splits"].values()] == [3, 3]
 
 
 def test_an_image_as_its_own_reference(pairs: Pairs) -> None:
@@ -161,14 +201,18 @@ def test_an_image_as_its_own_reference(pairs: Pairs) -> None:
 
 def test_another_image_with_objects_as_reference(pairs: Pairs) -> None:
     pairs.sets["train"].content["images"][2]["template"] = pairs.sets["train"].content["images"][0]["file_name"]
-    assert pairs.findings() == [("warning", "train", "reference-has-objects", 1)]
-    assert pairs.examine().warnings[0].example.endswith("0001.png is image 1, 0001.png")
+    unlike, found = pairs.findings()
+    assert unlike == ("warning", "train", "reference-unlike", 1)
+    assert found == ("warning", "train", "reference-has-objects", 1)
+    assert pairs.examine().warnings[1].example.endswith("0001.png is image 1, 0001.png")
 
 
 def test_a_copy_of_a_validation_image_as_reference_of_a_training_image(pairs: Pairs) -> None:
     pairs.path("train").write_bytes(pairs.path("val", template=False).read_bytes())
-    assert pairs.findings() == [("warning", "train, val", "reference-in-val", 1)]
-    assert str(pairs.path("val", template=False)) in pairs.examine().warnings[0].example
+    unlike, found = pairs.findings()
+    assert unlike == ("warning", "train", "reference-unlike", 1)
+    assert found == ("warning", "train, val", "reference-in-val", 1)
+    assert str(pairs.path("val", template=False)) in pairs.examine().warnings[1].example
 
 
 def test_a_folder_of_references_by_name(pairs: Pairs, tmp_path: Path) -> None:
@@ -199,6 +243,17 @@ def test_pictures_that_have_nothing_in_common_are_not_moved() -> None:
     assert found.differing > 0.4
     assert not found.moved
     assert alignment(torch.full((3, 8, 9), 7, dtype=torch.uint8), torch.full((3, 8, 9), 9, dtype=torch.uint8))[0] == 0
+
+
+def test_a_large_image_is_reduced_without_a_copy_in_float32() -> None:
+    pixels, step = texture(0, 1702, 1301), 3
+    tracemalloc.start()
+    found = _grey(pixels, step)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    expected = pixels[:, :1299, :1701].double().reshape(3, 433, 3, 567, 3).mean((0, 2, 4))
+    np.testing.assert_allclose(found, (expected - expected.mean()).numpy(), atol=1e-3)
+    assert peak < 2 * pixels.numel()
 
 
 def test_statistics_are_json(pairs: Pairs) -> None:

@@ -92,6 +92,9 @@ def test_references_of_a_folder(
     assert len(found) == (4 if "split" in settings[0] else 2)
     for image in found:
         assert image["template"] == expected.format(Path(image["file_name"]).name)
+    config = load_config(None, [f"data.root={root}", *settings, f"data.train.references={tmp_path / 'plain'}"])
+    for image in read_annotations(data_source(config, "train").annotations).images:
+        assert image["template"] == given.format(Path(image["file_name"]).name), "relative to the folder of references"
 
 
 @pytest.mark.parametrize(
