@@ -13,7 +13,7 @@ from torch import Tensor
 from detr_bf.common.errors import InputError
 from detr_bf.common.files import is_folder
 from detr_bf.common.text import printable
-from detr_bf.data.inputs import ImageLike, described, image_files, is_one_image, is_url
+from detr_bf.data.inputs import ImageLike, described, image_files, is_one_image, is_url, real_path
 from detr_bf.data.references import files_by_stem, other_size
 
 ReferenceLike: TypeAlias = ImageLike | Iterable[ImageLike]  # see GivenReferences
@@ -85,7 +85,7 @@ class GivenReferences:
         """Return the reference (3, H, W) uint8 of an image, whose pixels (3, H, W) and name in messages are given.
 
         Raises:
-            InputError: it has none, or its reference cannot be read or has another size.
+            InputError: it has none or would be its own, or its reference cannot be read or has another size.
         """
         if self._none:
             return None
@@ -119,6 +119,11 @@ class GivenReferences:
             raise InputError(
                 f"{shown} has no reference: in {printable(self._folder)} there is no image file {printable(name)}, "
                 "with any suffix"
+            )
+        if real_path(self._named[name]) == real_path(Path(image)):
+            raise InputError(
+                f"{shown} is also the file of that name in {printable(self._folder)}, its own reference: give the "
+                "folder of the references"
             )
         return self._named[name]
 

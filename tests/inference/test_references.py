@@ -175,7 +175,11 @@ WRONG: list[tuple[Any, Any, str]] = [
     (IMAGES[0], IMAGES, "^the reference is of type list, but an image is"),
     (IMAGES, 3, "^the reference is of type int, but an image is"),
     (IMAGES[0], "missing.png", "missing.png does not exist"),
-    (IMAGES, Path(__file__).parent, r"^image 0 is a tensor of shape \(3, 48, 64\) and uint8, which has no file name"),
+    (
+        IMAGES,
+        Path(__file__).parents[2] / "docs",
+        r"^image 0 is a tensor of shape \(3, 48, 64\) and uint8, which has no file name",
+    ),
 ]
 
 
@@ -216,6 +220,15 @@ def test_images_of_a_folder_without_usable_reference_are_left_out(
     assert f"y.png has no reference: in {references} there is no image file b/y, with any suffix" in caplog.text
     assert "c.png: the reference" in caplog.text
     assert "has 30 x 40 pixels (width x height) and its image 64 x 48" in caplog.text
+
+
+def test_an_image_is_not_its_own_reference(attending: Predictor, folders: tuple[Path, Path], tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(folders[0])
+    for references in (folders[0], tmp_path / "link"):
+        with pytest.raises(InputError, match=r"x.png is also the file of that name in .*, its own reference"):
+            attending(folders[0] / "a" / "x.png", reference=references / "a")
+        with pytest.raises(InputError, match=r"no image can be read:\n.*x.png is also the file"):
+            attending(folders[0], reference=references)
 
 
 def test_a_folder_of_references_of_other_images(attending: Predictor, folders: tuple[Path, Path]) -> None:
