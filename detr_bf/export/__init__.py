@@ -139,7 +139,8 @@ def export_detector(
 
     Raises:
         InputError: a Python package is missing, the file exists or cannot be written, the images of a batch attend to
-            each other, the graph does not allow the form, or the detector cannot be quantised or compiled.
+            each other, the graph does not allow the form, the detector cannot be quantised or compiled, or an image has
+            no reference although the detector reads them, has one that nothing reads, or one of another size.
         ParityError: an output differs by more than its tolerance, or is not finite, or references are read and have no
             effect; nothing was written.
     """
@@ -150,7 +151,10 @@ def export_detector(
     _check_possible(path, form, precision, device)
     transform = fixed_transform(exported.transform, form, settings["square"])
     graph = export_graph(exported, form, torch.device(device))
-    assert all((reference is not None) == graph.reads_references for _, reference in images)
+    wrong = [index for index, (_, other) in enumerate(images) if (other is not None) != graph.reads_references]
+    if wrong:
+        reads, has = ("a reference", "none") if graph.reads_references else ("no references", "one")
+        raise InputError(f"the detector reads {reads} in evaluation, and image {wrong[0]} has {has}")
     batches = list(compared_batches(images, transform, form, settings["square"]))
     metadata = {**file_metadata(exported, form, license), "reads_references": graph.reads_references}
     metadata["precision"] = precision
