@@ -55,7 +55,8 @@ def read_pairs(
     """
     of_images, pairs = GivenReferences(references or None, read, images), list[ImagePair]()
     for number, image in enumerate(images):
-        pixels, name = read(image, f"image {number}"), f"image {number}"
+        name = f"image {number}"
+        pixels = read(image, name)
         pairs.append((pixels, of_images(number, image, pixels, name)))
     return pairs
 
