@@ -141,8 +141,7 @@ def export_detector(
         InputError: a Python package is missing, the file exists or cannot be written, the images of a batch attend to
             each other, the graph does not allow the form, the detector cannot be quantised or compiled, or a reference
             is missing, is not read or has another size than its image.
-        ParityError: an output differs by more than its tolerance, or is not finite, or references are read and have no
-            effect; nothing was written.
+        ParityError: an output is beyond its tolerance or not finite, or references have no effect; nothing is written.
     """
     settings = exported.config["data"]["transforms"]
     if form.size is None and settings["square"] and (path.suffix == PACKAGE_SUFFIX or pads_by_size(exported.model)):
