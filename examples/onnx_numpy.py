@@ -40,8 +40,13 @@ def detections(found: dict, softmax: bool, limit: int) -> tuple[np.ndarray, np.n
 
 model, photo, output, *reference = sys.argv[1:]
 session = ort.InferenceSession(model, providers=["CPUExecutionProvider"])
+with_reference = "references" in [each.name for each in session.get_inputs()]
+if with_reference != bool(reference):
+    sys.exit("this file reads a reference: give one" if with_reference else "this file reads no reference: give none")
 meta = {k: v if k == "format" else json.loads(v) for k, v in session.get_modelmeta().custom_metadata_map.items()}
 image, *others = (ImageOps.exif_transpose(Image.open(file)).convert("RGB") for file in (photo, *reference))
+if any(other.size != image.size for other in others):
+    sys.exit(f"the reference has {others[0].size} pixels and its image {image.size}: give one of the same size")
 width, height = resized_size(*image.size, meta["resize"])
 shape = (meta["form"]["batch"] or 1, 3, *(meta["form"]["size"] or (height, width)))
 feeds = {"sizes": np.array([(height, width)] * shape[0], np.int64)}

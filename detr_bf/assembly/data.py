@@ -110,7 +110,10 @@ def references_of_run(config: DetectionConfig, files: Sequence[Path]) -> list[Pa
     try:
         if config.data.reference != "own":
             raise InputError(f"data.reference={config.data.reference} chooses the reference of an image at random")
-        for split, source in data_sources(config).items():
+        for split in ("val", "train") if config.data.has_val else ("train",):
+            if known.keys() >= wanted.keys():
+                break
+            source = data_source(config, split)
             content = read_annotations(source.annotations)
             given = build_references(config, split, source.images, content)
             for name, file in zip(values_of(content.images, "file_name"), given.files if given else (), strict=True):

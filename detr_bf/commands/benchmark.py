@@ -64,7 +64,7 @@ def main(options: argparse.Namespace) -> int:
         check_output_file(options.output, "--output")
         if options.output.exists():
             raise InputError(f"--output {printable(options.output)} exists: name another file; nothing is replaced")
-    images, described = _images(options.images, max(options.batch_sizes))
+    images, described = _images(options, max(options.batch_sizes))
     batch_sizes = list(dict.fromkeys(options.batch_sizes))
     timings = [
         timing
@@ -79,16 +79,19 @@ def main(options: argparse.Namespace) -> int:
     return 0
 
 
-def _images(folder: Path | None, number: int) -> tuple[list[Tensor], str]:
+def _images(options: argparse.Namespace, number: int) -> tuple[list[Tensor], str]:
     """Return ``number`` images as (3, H, W) uint8 tensors, repeated if the folder has fewer, and their description.
 
+    They are read as the first of the detectors reads images.
+
     Raises:
-        InputError: the folder has no images, or one cannot be read.
+        InputError: the folder has no images, one cannot be read, or the detector cannot be loaded.
     """
-    if folder is None:
+    if options.images is None:
         return synthetic_images(number), "synthetic images"
-    read = [read_image(file) for file in islice(image_files([folder]), number)]
-    return [read[index % len(read)] for index in range(number)], f"images of {printable(folder)}"
+    files, first = list(islice(image_files([options.images]), number)), _loaded(options.runs[0], "cpu")
+    read = [read_image(file, max_pixels=first.max_pixels, grey_bits=first.grey_bits) for file in files]
+    return [read[index % len(read)] for index in range(number)], f"images of {printable(options.images)}"
 
 
 def _candidates(options: argparse.Namespace) -> Iterator[tuple[str, str, Predictor]]:

@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,11 @@ from detr_bf.common.progress import setup_logging
 from detr_bf.common.text import printable, safe_message
 from detr_bf.config import DetectionConfig, config_from_dict
 from detr_bf.data.coco import read_annotations
-from detr_bf.data.images import read_image
-from detr_bf.data.inputs import image_files
+from detr_bf.data.inputs import image_files, image_pixels
 from detr_bf.data.references import named_references
 from detr_bf.export import ParityError, file_names, parity_table
 from detr_bf.export.parity import COMPARED_BATCH
+from detr_bf.inference.export_pairs import read_pairs
 from detr_bf.inference.loading import load
 from detr_bf.inference.predictor import Predictor
 
@@ -118,7 +119,12 @@ def compared_ap(predictor: Predictor, file: Path, count: int) -> dict[str, Any]:
         objects = [each for each in content.annotations if each["image_id"] in known]
         if not objects:
             raise InputError(f"the validation images ({len(chosen)}) have no objects")
-        part = replace(content, images=chosen, annotations=objects)
+        part, data = replace(content, images=chosen, annotations=objects), config.data
+        if config.references_in_evaluation and (data.reference != "own" or data.reference_shift):
+            raise InputError(
+                f"the run is evaluated with data.reference={data.reference} and data.reference_shift="
+                f"{data.reference_shift}, not with the references as they are: evaluate it with 'detr-bf evaluate'"
+            )
         references = references_folder(config, "val") if config.references_in_evaluation else None
         both = (predictor, load(file))
         scores = [each.evaluate(part, source.images, references=references).boxes.AP for each in both]
@@ -139,24 +145,24 @@ def _images(
             others = named_references(files, folder, references)
         else:
             others = _known_references(predictor, files)
-        return _read(predictor, files), _read(predictor, others), f"images of {printable(folder)}"
-    reason = "the checkpoint names no validation images"
-    if predictor.origin is not None:
-        try:
-            source = data_source(_config(predictor), "val")
-            entries = read_annotations(source.annotations).images[:COMPARED_BATCH]
-            files = [source.images / str(entry["file_name"]) for entry in entries]
-            if files:
-                others = _known_references(predictor, files)
-                return _read(predictor, files), _read(predictor, others), "validation images"
-            reason = "the validation split has no images"
-        except InputError as error:
-            reason = printable(error)
+        return *_read(predictor, files, others), f"images of {printable(folder)}"
+    try:
+        source = data_source(_config(predictor), "val")
+        entries = read_annotations(source.annotations).images[:COMPARED_BATCH]
+        files = [source.images / str(entry["file_name"]) for entry in entries]
+        if files:
+            return *_read(predictor, files, _known_references(predictor, files)), "validation images"
+        reason = "the validation split has no images"
+    except InputError as error:
+        reason = printable(error)
     return None, None, f"synthetic images ({reason})"
 
 
-def _read(predictor: Predictor, files: Sequence[Path]) -> list[Tensor]:
-    return [read_image(file, max_pixels=predictor.max_pixels) for file in files]
+def _read(predictor: Predictor, files: Sequence[Path], references: Sequence[Path]) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the pixels of images and of their references, if there are any."""
+    read = partial(image_pixels, max_pixels=predictor.max_pixels, grey_bits=predictor.grey_bits)
+    pairs = read_pairs(files, references, read)
+    return [image for image, _ in pairs], [other for _, other in pairs if other is not None]
 
 
 def _known_references(predictor: Predictor, files: Sequence[Path]) -> list[Path]:
@@ -167,7 +173,7 @@ def _known_references(predictor: Predictor, files: Sequence[Path]) -> list[Path]
 def _config(predictor: Predictor) -> DetectionConfig:
     """Return the settings of the run (InputError: the predictor is not of a checkpoint, or they are not valid)."""
     if predictor.origin is None:
-        raise InputError("the checkpoint names no validation images")
+        raise InputError("only a detector that detr_bf.load has read from a checkpoint can be exported")
     config = config_from_dict(predictor.origin.config, source="the config of the checkpoint")
     assert isinstance(config, DetectionConfig), "a predictor is of a detector"
     return config

@@ -262,7 +262,7 @@ class InputImages:
         for number, file in enumerate(progress_bar(self.files, desc="predicting", unit="image")):
             try:
                 pixels = self._read(file)
-                reference = self.references(file, pixels, "the image")
+                reference = self.references(number, file, pixels, "the image")
             except InputError as error:
                 self.unreadable.append(printable(error, limit=1000))
                 continue

@@ -26,7 +26,7 @@ from detr_bf.common.files import file_size, is_folder
 from detr_bf.common.text import printable
 from detr_bf.data.annotation_values import value_text
 from detr_bf.data.batches import derive_seed
-from detr_bf.data.inputs import is_image_file
+from detr_bf.data.inputs import image_files, real_path
 from detr_bf.data.transforms import Sample
 
 logger = logging.getLogger(__name__)
@@ -145,7 +145,8 @@ def own_files(images: Sequence[Mapping[str, Any]], folder: Path, references: Pat
     """
     if references is not None and not is_folder(references):
         raise InputError(f"the folder of references {printable(references)} does not exist or is not a folder")
-    known = {} if references is None else files_by_stem(references)
+    by_name = references is not None and any(image.get(KEY) is None for image in images)
+    known = files_by_stem(references) if references is not None and by_name else {}
     found: list[Path | None] = []
     for image in images:
         name = image.get(KEY)
@@ -172,13 +173,19 @@ def own_files(images: Sequence[Mapping[str, Any]], folder: Path, references: Pat
 def own_references(
     images: Sequence[Mapping[str, Any]], folder: Path, references: Path | None, name: str, shift: int = 0
 ) -> References:
-    """Return each image's own reference, and warn of images without one; ``name`` is that of the images there.
+    """Return each image's own reference, and warn of images without one, or that are their own.
+
+    ``name`` is that of the images in the warnings.
 
     Raises:
         InputError: as :func:`own_files`.
     """
     found = References("own", own_files(images, folder, references), shift=shift)
     warn_of_missing(found, name)
+    pairs = zip(images, found.files, strict=True)
+    same = [file is not None and real_path(folder / image["file_name"]) == real_path(file) for image, file in pairs]
+    if any(same):
+        logger.warning("%s: %d of %d images are their own reference", name, sum(same), len(same))
     return found
 
 
@@ -218,10 +225,10 @@ def files_by_stem(folder: Path) -> dict[str, Path]:
     """Return the image files below a folder by their path in it without suffix, with / between its parts.
 
     Raises:
-        InputError: two files differ in their suffix alone.
+        InputError: there are none, or two differ in their suffix alone.
     """
     found: dict[str, Path] = {}
-    for path in sorted(path for path in folder.rglob("*") if is_image_file(path)):
+    for path in image_files([folder]):
         other = found.setdefault(path.relative_to(folder).with_suffix("").as_posix(), path)
         if other is not path:
             raise InputError(

@@ -139,9 +139,9 @@ def export_detector(
 
     Raises:
         InputError: a Python package is missing, the file exists or cannot be written, the images of a batch attend to
-            each other, the graph does not allow the form, or the detector cannot be quantised or compiled.
-        ParityError: an output differs by more than its tolerance, or is not finite, or references are read and have no
-            effect; nothing was written.
+            each other, the graph does not allow the form, the detector cannot be quantised or compiled, or a reference
+            is missing, is not read or has another size than its image.
+        ParityError: an output is beyond its tolerance or not finite, or references have no effect; nothing is written.
     """
     settings = exported.config["data"]["transforms"]
     if form.size is None and settings["square"] and (path.suffix == PACKAGE_SUFFIX or pads_by_size(exported.model)):
@@ -150,7 +150,7 @@ def export_detector(
     _check_possible(path, form, precision, device)
     transform = fixed_transform(exported.transform, form, settings["square"])
     graph = export_graph(exported, form, torch.device(device))
-    assert all((reference is not None) == graph.reads_references for _, reference in images)
+    _check_references(images, graph.reads_references)
     batches = list(compared_batches(images, transform, form, settings["square"]))
     metadata = {**file_metadata(exported, form, license), "reads_references": graph.reads_references}
     metadata["precision"] = precision
@@ -173,6 +173,13 @@ def export_detector(
             save(draft, {**metadata, "ap": evaluate(draft)})
         _place(draft, path)
     return compared
+
+
+def _check_references(images: Sequence[ImagePair], reads_references: bool) -> None:
+    for index, (_, reference) in enumerate(images):
+        if (reference is not None) != reads_references:
+            reads, has = ("a reference", "none") if reads_references else ("no references", "one")
+            raise InputError(f"the detector reads {reads} in evaluation, and image {index} has {has}")
 
 
 def _place(draft: Path, path: Path) -> None:

@@ -70,6 +70,7 @@ def save_shared(
     *,
     name: str,
     licence: str | None,
+    reads_references: bool,
 ) -> None:
     """Write the folder; ``config.json`` is written last (InputError: one of the files exists, or cannot be written)."""
     for file in (WEIGHTS, CONFIG, CARD):
@@ -89,7 +90,7 @@ def save_shared(
         "weights": {"sha256": file_sha256(folder / WEIGHTS), "tensors": len(weights)},
         "config": without_paths(origin.config),
     }
-    write_text(folder / CARD, _card(content, _statistics(origin)))
+    write_text(folder / CARD, _card(content, _statistics(origin), reads_references))
     write_json(folder / CONFIG, content)
 
 
@@ -154,19 +155,20 @@ def _statistics(origin: SourceCheckpoint) -> Mapping[str, Any]:
         return {}
 
 
-def _card(content: Mapping[str, Any], statistics: Mapping[str, Any]) -> str:
+def _card(content: Mapping[str, Any], statistics: Mapping[str, Any], reads_references: bool) -> str:
     """Return the model card, with the front matter of the Hugging Face Hub."""
     config, metrics, thresholds = content["config"], content["metrics"], content["thresholds"]
     model, names = config["model"], content["classes"]["names"]
     front = ["---", "pipeline_tag: object-detection", "library_name: detr_bf"]
     front += [f"license: {content['license']}"] if content["license"] else []
     data = [f"| {name} | {images} | {objects} |" for name, (images, objects) in statistics.items()]
+    given = '"photo.jpg", reference="reference.jpg"' if reads_references else '"photo.jpg"'
     values = [f"| {key} | {metrics[key]:.3f} |" for key in _SHOWN_METRICS if metrics and key in metrics]
     lines = [
         *(*front, "---", "", f"# {content['name']}", ""),
         f"{model['name']} with backbone {model['backbone']['name']}, trained with detr_bf {content['detr_bf']}"
         f"{', with batch attention (BatchFormerV2)' if config['batch_former']['enabled'] else ''}.",
-        *("", "```python", "import detr_bf", "", 'found = detr_bf.load("FOLDER")("photo.jpg")', "```", ""),
+        *("", "```python", "import detr_bf", "", f'found = detr_bf.load("FOLDER")({given})', "```", ""),
         f"**Classes ({len(names)}):** {', '.join(names)}",
         *("", "## Evaluation", ""),
         *(["| metric | validation split |", "|---|---|", *values] if values else ["Not evaluated at this checkpoint."]),

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch
 
-from detr_bf.batchformer import BatchFormerV2, InsertedBatchFormer
+from detr_bf.batchformer import InsertedBatchFormer
 from detr_bf.common.errors import InputError
 from detr_bf.common.structures import Batch, Outputs, Target
 from detr_bf.common.text import printable
@@ -69,9 +69,7 @@ class TorchBackend:
     @property
     def reads_references(self) -> bool:
         """True if evaluation reads a reference beside each image."""
-        modules = self.model.modules()
-        attends = any(isinstance(each, BatchFormerV2) and each.reads_references for each in modules)
-        return attends or getattr(getattr(self.model, "backbone", None), "reference", "none") != "none"
+        return self.model.reads_references
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from detr_bf.data.inputs import ImageLike
 from detr_bf.data.references import named_references
 from detr_bf.export.parity import ImagePair, synthetic_pairs
 from detr_bf.export.precision import EXPORT_PRECISIONS, calibration_files
+from detr_bf.inference.references import GivenReferences
 
 
 def compared_pairs(
@@ -30,20 +31,34 @@ def compared_pairs(
     Without images they are synthetic.
 
     Raises:
-        InputError: there is not one reference for each image, or references are given and not read.
+        InputError: there is not one reference for each image, references are given and not read, or see
+            :func:`read_pairs`.
     """
-    pixels = [read(each, f"image {index}") for index, each in enumerate(images)]
-    others = [read(each, f"reference {index}") for index, each in enumerate(references)]
+    given, others = list(images), list(references)
     if others and not reads_references:
         raise InputError("the detector reads no references in evaluation, and some are given: leave them out")
-    if len(others) != len(pixels) and reads_references:
+    if len(others) != len(given) and reads_references:
         raise InputError(
-            f"the detector reads a reference of each image, and there are {len(pixels)} images and {len(others)} "
+            f"the detector reads a reference of each image, and there are {len(given)} images and {len(others)} "
             "references: give one reference for each image, in the same order"
         )
-    if not pixels:
-        return synthetic_pairs(reads_references), "synthetic"
-    return list(zip(pixels, others if reads_references else [None] * len(pixels), strict=True)), "given"
+    return (read_pairs(given, others, read), "given") if given else (synthetic_pairs(reads_references), "synthetic")
+
+
+def read_pairs(
+    images: Sequence[ImageLike], references: Sequence[ImageLike], read: Callable[[Any, str], Tensor]
+) -> list[ImagePair]:
+    """Return images with their references, if these are not empty.
+
+    Raises:
+        InputError: one cannot be read, or a reference has another size than its image.
+    """
+    of_images, pairs = GivenReferences(references or None, read, images), list[ImagePair]()
+    for number, image in enumerate(images):
+        name = f"image {number}"
+        pixels = read(image, name)
+        pairs.append((pixels, of_images(number, image, pixels, name)))
+    return pairs
 
 
 def calibration_pairs(

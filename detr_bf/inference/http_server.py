@@ -19,7 +19,7 @@ import os
 import re
 import signal
 import socket
-from collections.abc import AsyncIterator, Awaitable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from email.message import Message as EmailHeaders
@@ -29,7 +29,6 @@ from importlib.metadata import version
 from pathlib import Path
 from time import monotonic
 from typing import Annotated, Any, Literal, TypeVar
-from urllib.parse import urlsplit
 
 import uvicorn
 from fastapi import FastAPI, HTTPException, Query, Request, Response, Security
@@ -64,6 +63,7 @@ _HOW = "send the image file itself as the body: curl --data-binary @photo.jpg -H
 _FORM = "multipart/form-data"
 _HOW_FORM = "send a form with the two files: curl -F image=@board.png -F reference=@template.png URL"
 _FORM_BYTES = 2**16  # of a form beside its two files
+_HEADER_BYTES = 2**13  # of the header of a part of a form
 _FILE = {"type": "string", "format": "binary"}
 _BODIES = {"image/*": {"schema": _FILE}, "application/octet-stream": {"schema": _FILE}}  # in the OpenAPI description
 _STATUSES: dict[int | str, dict[str, Any]] = {
@@ -144,11 +144,11 @@ class DetectorService:
         least = self.default_least if threshold is None else self.predictor.least_scores(threshold)
         async with self._place_in_queue():
             late = f"the image did not arrive within {self.options.timeout:g} s"
-            data = await _until(start + self.options.timeout, self._read(request, most), 408, late)
+            data = await _until(start + self.options.timeout, self._read(request, most, boundary), 408, late)
             self._check_ready()
             late = f"no result within {self.options.timeout:g} s"
-            files = {"body": data} if boundary is None else self._form_files(data, boundary)
-            found = await _until(start + self.options.timeout, self._detect(request, files, least), 504, late)
+            result = self._detect(request, partial(self._decode, data, boundary), least)
+            found = await _until(start + self.options.timeout, result, 504, late)
         height, width = found.size
         return {**found.to_dict(), "width": width, "height": height, "seconds": monotonic() - start}
 
@@ -157,7 +157,7 @@ class DetectorService:
         return "stopping" if self.stopping else self.batcher.state
 
     def describe(self) -> dict[str, Any]:
-        """Return names, classes, threshold and limits."""
+        """Return names, classes, threshold, limits, and if a reference is needed or fixed."""
         least = self.default_least.tolist()
         classes = self.predictor.class_map
         return {
@@ -172,6 +172,7 @@ class DetectorService:
             "max_bytes": self.options.max_bytes,
             "max_pixels": self.max_pixels,
             "timeout": self.options.timeout,
+            "reference": "none" if not self.reads_references else "needed" if self.reference is None else "fixed",
         }
 
     def metrics_text(self) -> str:
@@ -206,22 +207,28 @@ class DetectorService:
         """
         most, boundary, header = self.options.max_bytes, None, request.headers.get("content-type", "")
         kind = header.partition(";")[0].strip().lower()
+        how = _HOW_FORM if self.reads_references else _HOW
         if self.reads_references and kind == _FORM:
             origin = request.headers.get("origin")
-            if origin is not None and urlsplit(origin).netloc != request.headers.get("host"):
+            if origin is not None and origin.partition("://")[2] != request.headers.get("host"):
                 raise HTTPException(403, "a form that a page of another site sends is not accepted")
             most, boundary = 2 * most + _FORM_BYTES, _boundary(header)
         elif not (kind.startswith("image/") or kind == "application/octet-stream"):
-            how = _HOW_FORM if self.reads_references else _HOW
             raise HTTPException(415, f"Content-Type is {printable(kind) or 'missing'}; {how}")
         elif self.reads_references and self.reference is None:
             raise HTTPException(422, f"this detector compares each image with its reference: {_HOW_FORM}")
         if (encoding := request.headers.get("content-encoding", "identity").lower()) != "identity":
-            raise HTTPException(415, f"Content-Encoding is {printable(encoding)}; {_HOW}")
+            raise HTTPException(415, f"Content-Encoding is {printable(encoding)}; {how}")
         length = request.headers.get("content-length", "0")
         if length.isdecimal() and int(length) > most:
-            raise _too_large(self.options.max_bytes)
+            raise self._too_large(most, boundary)
         return most, boundary
+
+    def _too_large(self, most: int, boundary: bytes | None) -> HTTPException:
+        if boundary is None:
+            return HTTPException(413, f"the image has more than {most:,} bytes")
+        limit = f"each of its two files may have {self.options.max_bytes:,}"
+        return HTTPException(413, f"the form has more than {most:,} bytes: {limit}")
 
     def _form_files(self, data: bytes, boundary: bytes) -> dict[str, bytes]:
         """Return the files of a form, ``image`` and ``reference``; the latter may be missing if there is a fixed one.
@@ -234,25 +241,25 @@ class DetectorService:
         if sorted(names) != ["image", "reference"] and not (names == ["image"] and self.reference is not None):
             given = printable(", ".join(names)) or "nothing"
             raise HTTPException(422, f"the form has {given}, expected one image and one reference: {_HOW_FORM}")
-        if max(len(content) for _, content in parts) > self.options.max_bytes:
-            raise _too_large(self.options.max_bytes)
+        for name, content in parts:
+            if len(content) > self.options.max_bytes:
+                raise HTTPException(413, f"the {name} has more than {self.options.max_bytes:,} bytes")
         return dict(parts)
 
-    async def _read(self, request: Request, most: int) -> bytes:
+    async def _read(self, request: Request, most: int, boundary: bytes | None) -> bytes:
         data = bytearray()
         try:
             async for chunk in request.stream():
                 data += chunk
                 if len(data) > most:
-                    raise _too_large(self.options.max_bytes)
+                    raise self._too_large(most, boundary)
         except ClientDisconnect:
             raise HTTPException(CLIENT_GONE, "the client closed the connection") from None
         return bytes(data)
 
-    async def _detect(self, request: Request, files: Mapping[str, bytes], least: Tensor) -> Prediction:
+    async def _detect(self, request: Request, decode: Callable[[], list[Tensor]], least: Tensor) -> Prediction:
         """Decode the image and wait for its result; one whose client is gone is dropped."""
         async with self._decoded:
-            decode = partial(self._decode, files)
             pixels, *others = await asyncio.get_running_loop().run_in_executor(self._decoders, decode)
             reference = others[0] if others else self.reference
             if reference is not None and reference.shape != pixels.shape:
@@ -268,8 +275,9 @@ class DetectorService:
             except Exception as error:  # the batcher has logged it
                 raise HTTPException(500, "the detector failed on this image") from error
 
-    def _decode(self, files: Mapping[str, bytes]) -> list[Tensor]:
-        """Return the pixels (3, H, W) of the body, or of the image and its reference."""
+    def _decode(self, data: bytes, boundary: bytes | None) -> list[Tensor]:
+        """Return the pixels (3, H, W) of the body, or of the image and its reference in a form."""
+        files = {"body": data} if boundary is None else self._form_files(data, boundary)
         decoded = []
         for name in ("body", "image", "reference"):
             try:
@@ -287,28 +295,40 @@ def _boundary(content_type: str) -> bytes:
     """Return the boundary of a form; HTTPException if there is none."""
     header = EmailHeaders()
     header["Content-Type"] = content_type
-    boundary = header.get_boundary()
+    try:
+        boundary = header.get_boundary()
+    except ValueError:  # such as a parameter with a number of thousands of digits
+        boundary = None
     if not boundary:
         raise HTTPException(415, f"Content-Type is {_FORM} without a boundary; {_HOW_FORM}")
     return boundary.encode("latin-1", errors="replace")
 
 
 def _form_parts(data: bytes, boundary: bytes) -> list[tuple[str, bytes]]:
-    """Return name and content of the parts of a form (RFC 7578); HTTPException if its end is missing."""
-    _, *parts = (b"\r\n" + data).split(b"\r\n--" + boundary)
-    ends = [index for index, part in enumerate(parts) if part.startswith(b"--")]
-    if not ends:
-        raise HTTPException(422, f"the form is not complete; {_HOW_FORM}")
-    found = []
-    for part in parts[: ends[0]]:
-        headers, _, content = part.partition(b"\r\n\r\n")
-        name = BytesHeaderParser().parsebytes(headers.lstrip()).get_param("name", "", "Content-Disposition")
-        found.append((str(name), content))
-    return found
+    """Return name and content of the parts of a form (RFC 7578), at most two.
 
-
-def _too_large(max_bytes: int) -> HTTPException:
-    return HTTPException(413, f"the image has more than {max_bytes:,} bytes")
+    Raises:
+        HTTPException: its end is missing, it has more parts, or the header of a part is too long or not valid.
+    """
+    mark, found = b"\r\n--" + boundary, list[tuple[str, bytes]]()
+    start = 0 if data.startswith(mark[2:]) else data.find(mark) + 2  # of a mark without its line end; 1: none
+    while start != 1:
+        start += len(mark) - 2
+        if data.startswith(b"--", start):
+            return found
+        if len(found) == 2:
+            raise HTTPException(422, f"the form has more than two parts; {_HOW_FORM}")
+        end = data.find(b"\r\n\r\n", start, start + _HEADER_BYTES)
+        if end == -1:
+            raise HTTPException(422, f"a part of the form has no header that ends within {_HEADER_BYTES:,} bytes")
+        try:
+            header = BytesHeaderParser().parsebytes(data[start:end].lstrip())
+            name = str(header.get_param("name", "", "Content-Disposition"))
+        except ValueError as error:
+            raise HTTPException(422, f"a part of the form has a header that cannot be read; {_HOW_FORM}") from error
+        start = data.find(mark, end + 4) + 2
+        found.append((name, data[end + 4 : start - 2]))
+    raise HTTPException(422, f"the form is not complete; {_HOW_FORM}")
 
 
 async def _until(deadline: float, result: Awaitable[T], status: int, message: str) -> T:

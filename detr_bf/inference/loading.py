@@ -254,11 +254,10 @@ def _evaluated_split(config: RunConfig, overrides: Sequence[str], folder: str | 
         return []
     data = config.data
     chosen = any(name.startswith(("data.val", "data.fold")) for name in names - {"data.val.references"})
-    if "data.root" not in names or not data.root:
-        return []
     stale = ["data.val.references=''"] * bool(data.val.references and "data.val.references" not in names)
-    if chosen:
-        return stale
+    elsewhere = "data.root" in names and data.root
+    if chosen or not elsewhere:
+        return stale if elsewhere or "data.val.images" in names else []
     if folder is None and (data.folds or data.val_fraction):
         return []  # data.root=DIR: the images of the run in another place, divided as in training
     found = read_folder(Path(data.root), data.format)

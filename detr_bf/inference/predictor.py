@@ -19,7 +19,7 @@ from torch import Tensor
 from detr_bf.assembly import build_eval_transform, build_panoptic_postprocess, build_postprocess
 from detr_bf.common.errors import InputError
 from detr_bf.common.progress import progress_bar
-from detr_bf.common.structures import Batch, ClassMap, Target
+from detr_bf.common.structures import Batch, ClassMap
 from detr_bf.common.text import printable
 from detr_bf.config import DetectionConfig
 from detr_bf.data.batches import SameSizeBatches
@@ -34,7 +34,7 @@ from detr_bf.detectors import Detector
 from detr_bf.evaluation import DEFAULT_THRESHOLD, CocoEvaluator, Result, ScoreThresholds
 from detr_bf.export import export_detector
 from detr_bf.export.graph import Exported, ExportSignature
-from detr_bf.export.parity import Comparison
+from detr_bf.export.parity import Comparison, PairSample
 from detr_bf.export.sharing import SourceCheckpoint, save_shared
 from detr_bf.inference.backends import Backend
 from detr_bf.inference.export_pairs import calibration_pairs, compared_pairs
@@ -302,19 +302,18 @@ class Predictor:
     ) -> Iterator[FramePrediction]:
         damage: list[InputError] = []
 
-        def until_damage() -> Iterator[VideoFrame]:  # the frames before it are a batch as well
+        def until_damage() -> Iterator[tuple[VideoFrame, ReadImage]]:  # the frames before it are a batch as well
             try:
-                yield from frames
+                for frame in frames:
+                    given, name = frame.pixels, f"frame {frame.number}"
+                    yield frame, ReadImage(frame.number, given, given, references(frame.number, given, given, name))
             except InputError as error:
                 damage.append(error)
 
         readable = until_damage()
         while batch := list(islice(readable, call.batch_size if call.tile is None else 1)):
-            pixels = [each.pixels for each in batch]
-            partners = [references(each.pixels, each.pixels, f"frame {each.number}") for each in batch]
-            numbers = [each.number for each in batch]
-            found = self._predictions(list(map(ReadImage, numbers, pixels, pixels, partners)), call)
-            for frame, each in zip(batch, found, strict=True):
+            found = self._predictions([image for _, image in batch], call)
+            for (frame, _), each in zip(batch, found, strict=True):
                 fields = {**vars(each), "source": source}
                 yield FramePrediction(**fields, frame=frame.number, seconds=frame.seconds)
         if damage:
@@ -348,19 +347,19 @@ class Predictor:
             InputError: a file cannot be read or is not valid, or the classes are others; no image has a reference,
                 or nothing reads them.
         """
-        annotations = Path(annotations) if isinstance(annotations, str) else annotations
+        content = read_annotations(Path(annotations) if isinstance(annotations, str) else annotations)
         masks = self.model.mask_head is not None
         check_batch_size(batch_size)
         own = None
         if self.backend.reads_references:
             folder = None if references is None else Path(references)
-            own = own_references(read_annotations(annotations).images, Path(images), folder, "the images")
+            own = own_references(content.images, Path(images), folder, "the images")
         else:
             check_given(False, references)
         limits = self._limits
-        data = CocoDetection(Path(images), annotations, self.transform, self.class_map, references=own, **limits)
+        data = CocoDetection(Path(images), content, self.transform, self.class_map, references=own, **limits)
         most = self.postprocess.max_detections
-        boxes = CocoEvaluator(annotations, self.class_map, max_detections=most, images=data.folder, masks=masks)
+        boxes = CocoEvaluator(content, self.class_map, max_detections=most, images=data.folder, masks=masks)
         batches = SameSizeBatches(data.sizes, batch_size)
         loader = make_loader(data, batches, collate=Batch.collate, workers=workers)
         for batch in progress_bar(loader, total=len(batches), desc="evaluating", unit="batch", leave=False):
@@ -382,9 +381,9 @@ class Predictor:
             InputError: one of the files exists or cannot be written, or the predictor was not loaded from a file.
         """
         origin, title, folder = self._checkpoint("saved"), printable(name or Path(folder).name), Path(folder)
-        licence = None if license is None else printable(license)
-        weights = self.model.state_dict()
-        save_shared(folder, weights, self.class_map, self.thresholds, origin, name=title, licence=licence)
+        licence, reads = None if license is None else printable(license), self.backend.reads_references
+        given = (self.model.state_dict(), self.class_map, self.thresholds, origin)
+        save_shared(folder, *given, name=title, licence=licence, reads_references=reads)
 
     def push_to_hub(self, repository: str, *, private: bool = False, name: str = "", license: str | None = None) -> str:
         """Send the folder of :meth:`save` to the Hugging Face Hub, and return the address of the commit.
@@ -460,13 +459,15 @@ class Predictor:
             The differences for each batch; :func:`detr_bf.export.parity_table` makes a table of them.
 
         Raises:
-            InputError, ParityError: see :func:`detr_bf.export.export_detector`; an argument is missing or not read.
+            InputError, ParityError: see :func:`detr_bf.export.export_detector`; images without references although the
+                detector reads them, references that nothing reads, calibration without or beside int8.
         """
         config = self._checkpoint("exported").config
         read: Callable[[Any, str], Tensor] = partial(image_pixels, **self._limits)
         reads = self.backend.reads_references
         given, source = compared_pairs(images or (), references or (), read, reads_references=reads)
         files, others = calibration_pairs(precision, calibration, calibration_references, config if reads else None)
+        paired = GivenReferences(others or None, read, files)
         exported = Exported(self.model, self.class_map, self.transform, self.postprocess, self.thresholds, config)
         return export_detector(
             Path(path),
@@ -476,11 +477,7 @@ class Predictor:
             source=source,
             license=license,
             precision=precision,
-            calibration=(
-                (each.pixels, read(others[each.number], "the reference") if others else None)
-                for part in self._read(chunks(files, 1), skip=True)
-                for each in part
-            ),
+            calibration=(each[2:] for part in self._read(chunks(files, 1), paired, skip=True) for each in part),
             evaluate=evaluate,
             device=device,
         )
@@ -519,7 +516,7 @@ class Predictor:
                 name = "the image" if single else f"image {number}"
                 try:
                     pixels = image_pixels(image, name, bgr=bgr, **self._limits)
-                    read.append(ReadImage(number, image, pixels, references(image, pixels, name)))
+                    read.append(ReadImage(number, image, pixels, references(number, image, pixels, name)))
                 except InputError as error:
                     if not skip:
                         raise
@@ -573,12 +570,12 @@ class Predictor:
                 )
             yield Prediction(**vars(joined), **fields)
 
-    def _sample(self, image: ReadImage, place: TilePlace) -> tuple[Tensor, Target, Tensor | None]:
-        """Return a part of an image, transformed, with its target and the same part of the reference."""
+    def _sample(self, image: ReadImage, place: TilePlace) -> PairSample:
+        """Return a part of an image, transformed, with its target and the same part of the reference, if it has one."""
         x0, y0, x1, y1 = place
         pixels, target = eval_sample(self.transform, image.pixels[:, y0:y1, x0:x1], image.number)
         if image.reference is None:
-            return pixels, target, None
+            return pixels, target
         return pixels, target, eval_sample(self.transform, image.reference[:, y0:y1, x0:x1], image.number)[0]
 
     def least_scores(self, threshold: float | str | None = None) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 from detr_bf.common.errors import InputError
 from detr_bf.common.files import is_folder
 from detr_bf.common.text import printable
-from detr_bf.data.inputs import ImageLike, described, image_files, is_one_image, is_url
+from detr_bf.data.inputs import ImageLike, described, image_files, is_one_image, is_url, real_path
 from detr_bf.data.references import files_by_stem, other_size
 
 ReferenceLike: TypeAlias = ImageLike | Iterable[ImageLike]  # see GivenReferences
@@ -43,7 +43,7 @@ class GivenReferences:
         self._named: dict[str, Path] | None = None  # files by the names of the images
         self._fixed: tuple[str, Tensor] | None = None  # of all images: name and pixels
         self._file = Path(given) if _shown(given) and not is_url(str(given)) else None
-        self._following: Iterator[Any] = iter(())
+        self._following: Iterator[tuple[int, Any]] = iter(())
         is_single = is_one_image(images) and not names_folder(images)
         if names_folder(given):
             self._folder, self._named = Path(given), files_by_stem(Path(given))
@@ -61,7 +61,7 @@ class GivenReferences:
         elif isinstance(given, Sized) and isinstance(images, Sized) and len(given) != len(images):
             raise InputError(f"{len(images)} images and {len(given)} references: give as many references as images")
         else:
-            self._following = iter(given)
+            self._following = enumerate(given)
 
     def check_names(self, images: Iterable[Path]) -> None:
         """Raise an InputError if the references are files of a folder and none has the name of one of the images."""
@@ -81,11 +81,16 @@ class GivenReferences:
         """Subject and verb of messages about images that are left out."""
         return "images cannot be read" if self._none else "images or their references cannot be used"
 
-    def __call__(self, image: object, pixels: Tensor, name: str) -> Tensor | None:
-        """Return the reference (3, H, W) uint8 of an image, whose pixels (3, H, W) and name in messages are given.
+    def __call__(self, number: int, image: object, pixels: Tensor, name: str) -> Tensor | None:
+        """Return the reference (3, H, W) uint8 of an image.
+
+        Args:
+            number: index of the image; higher than that of the call before.
+            pixels: of the image, (3, H, W).
+            name: what a message calls an image that is not a file.
 
         Raises:
-            InputError: it has none, or its reference cannot be read or has another size.
+            InputError: it has none or would be its own, or its reference cannot be read or has another size.
         """
         if self._none:
             return None
@@ -93,15 +98,15 @@ class GivenReferences:
         if self._fixed is not None:
             chosen, reference = self._fixed
         else:
-            given = self._next(shown) if self._named is None else self._file_of(image, shown)
+            given = self._at(number, shown) if self._named is None else self._file_of(image, shown)
             chosen, reference = _shown(given) or "given", self._read(given, f"the reference of {name}")
         if reference.shape != pixels.shape:
             raise InputError(f"{shown}: {other_size(chosen, reference, pixels)}")
         return reference
 
-    def _next(self, shown: str) -> Any:
+    def _at(self, number: int, shown: str) -> Any:
         missing = object()
-        given = next(self._following, missing)
+        given = next((each for index, each in self._following if index == number), missing)
         if given is missing:
             raise InputError(f"there is no reference for {shown}: give as many references as images")
         return given
@@ -119,6 +124,11 @@ class GivenReferences:
             raise InputError(
                 f"{shown} has no reference: in {printable(self._folder)} there is no image file {printable(name)}, "
                 "with any suffix"
+            )
+        if real_path(self._named[name]) == real_path(Path(image)):
+            raise InputError(
+                f"{shown} is also the file of that name in {printable(self._folder)}, its own reference: give the "
+                "folder of the references"
             )
         return self._named[name]
 

@@ -15,11 +15,20 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 from detr_bf.common.errors import InputError
+from detr_bf.common.files import UNFINISHED
 from detr_bf.common.structures import Batch
 from detr_bf.data.augment import Augmentation
 from detr_bf.data.batches import SampleKey
 from detr_bf.data.coco import CocoDetection, read_annotations
-from detr_bf.data.references import References, groups_of, own_files, translated, warn_of_missing
+from detr_bf.data.references import (
+    References,
+    files_by_stem,
+    groups_of,
+    own_files,
+    own_references,
+    translated,
+    warn_of_missing,
+)
 from detr_bf.data.transforms import eval_transform, train_transform
 
 Factory = Callable[..., SimpleNamespace]
@@ -271,10 +280,33 @@ def test_groups_by_key_and_by_folder() -> None:
     ],
 )
 def test_references_that_cannot_be_found(tmp_path: Path, entry: dict[str, Any], folder: bool, message: str) -> None:
+    Image.new("RGB", (4, 4)).save(tmp_path / "other.png")
     with pytest.raises(InputError, match=message):
         own_files([{"id": 1, "file_name": "1.png", **entry}], tmp_path, tmp_path if folder else None)
     with pytest.raises(InputError, match="does not exist or is not a folder"):
         own_files([{"id": 1, "file_name": "1.png"}], tmp_path, tmp_path / "missing")
+
+
+def test_images_that_are_their_own_reference_are_told(
+    coco_folder: Factory, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = coco_folder(num_images=3)
+    folder = with_templates(data, ImageOps.invert, keys=False)
+    (folder / "0002.png").unlink()
+    (folder / "0002.png").symlink_to(data.images / "0002.png")
+    own_references(data.content["images"], data.images, folder, "data.train")
+    assert "data.train: 1 of 3 images are their own reference" in caplog.text
+    own_references(data.content["images"], data.images, data.images, "data.val")
+    assert "data.val: 3 of 3 images are their own reference" in caplog.text
+
+
+def test_files_of_references_are_those_of_images(tmp_path: Path) -> None:
+    """Folders whose names end like those of images, and unfinished files, are none."""
+    (tmp_path / "a.png").mkdir()
+    Image.new("RGB", (4, 4)).save(tmp_path / "a.png" / "b.png")
+    Image.new("RGB", (4, 4)).save(tmp_path / "a.bmp")
+    Image.new("RGB", (4, 4)).save(tmp_path / f"{UNFINISHED}a.png")
+    assert files_by_stem(tmp_path) == {"a": tmp_path / "a.bmp", "a.png/b": tmp_path / "a.png" / "b.png"}
 
 
 def test_large_files_keep_the_key(coco_folder: Factory, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -182,6 +182,8 @@ def detector() -> Predictor:
     """Return a detector that finds the bright square."""
 
     class Finder(TorchBackend):
+        reads_references = False
+
         def compute(self, batch: Any, convert: Any, half: bool) -> list[Any]:
             lefts = [float(left_of(image)) for image in batch.images]
             return [

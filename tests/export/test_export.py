@@ -491,7 +491,7 @@ def test_scores_that_are_not_compared(measured: tuple[Predictor, Path, Path], pa
     masked = load_config(None, [*SMALL, "model.masks=true", *settings, f"data.val.panoptic={maps.panoptic}"])
     origin = SourceCheckpoint(config_to_dict(masked), Path("run"), None)
     assert "PQ" in command.compared_ap(replace(original, origin=origin), path, 0)["not_compared"]
-    assert "validation" in command.compared_ap(replace(original, origin=None), path, 0)["not_compared"]
+    assert "checkpoint" in command.compared_ap(replace(original, origin=None), path, 0)["not_compared"]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -10,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 import pytest
 import torch
@@ -23,7 +26,7 @@ from detr_bf.commands.benchmark import _call as call_of_benchmark
 from detr_bf.common.errors import InputError
 from detr_bf.common.structures import Batch, Outputs
 from detr_bf.data.transforms import eval_sample
-from detr_bf.export import ParityError, parity_table, synthetic_images
+from detr_bf.export import Exported, ExportSignature, ParityError, parity_table, synthetic_images
 from detr_bf.export.runtime import FileDetector
 from detr_bf.inference.predictor import Predictor
 from tests.detectors.tiny import CHANNELS, batch_former
@@ -141,14 +144,39 @@ def test_references_that_are_missing_or_not_read(pairs: tuple[Predictor, Path, s
     with pytest.raises(InputError, match="3 images and 0 references"):
         original.export(tmp_path / "it.onnx", images=synthetic_images())
     images = synthetic_images()
-    with pytest.raises(InputError, match=r"reference of image 0 has 480 x 640 .* its image 640 x 480"):
+    with pytest.raises(InputError, match=r"image 0: the reference given has 480 x 640 .* its image 640 x 480"):
         original.export(tmp_path / "it.onnx", images=images[:1], references=images[1:2])
+    files = [save(each, tmp_path / "files" / f"{number}.png") for number, each in enumerate(images[:2])]
+    with pytest.raises(InputError, match=r"0\.png: the reference .*1\.png has 480 x 640 .* its image 640 x 480"):
+        original.export(tmp_path / "it.onnx", images=files[:1], references=files[1:])
+    shutil.rmtree(tmp_path / "files")
     plain = predictor()
     with pytest.raises(InputError, match="reads no references in evaluation"):
         plain.export(tmp_path / "it.onnx", images=images, references=images)
     with pytest.raises(InputError, match="calibration_references are for int8"):
         plain.export(tmp_path / "it.onnx", calibration_references=tmp_path)
+    for detector, other, said in (
+        (original, None, r"reads a reference in evaluation, and image 1 has none"),
+        (plain, images[1], r"reads no references in evaluation, and image 0 has one"),
+    ):
+        first = images[0] if other is None else other
+        given = Exported(
+            detector.model, detector.class_map, detector.transform, detector.postprocess, None, detector.origin.config
+        )
+        with pytest.raises(InputError, match=said):
+            export.export_detector(
+                tmp_path / "it.onnx",
+                given,
+                ExportSignature(None, None, False),
+                [(images[0], first), (images[1], other)],
+                source="given",
+            )
     assert not list(tmp_path.iterdir())
+
+
+def test_the_model_card_shows_a_call_with_a_reference(pairs: tuple[Predictor, Path, str], tmp_path: Path) -> None:
+    pairs[0].save(tmp_path / "mine")
+    assert 'detr_bf.load("FOLDER")("photo.jpg", reference="reference.jpg")' in (tmp_path / "mine/README.md").read_text()
 
 
 def test_the_loaded_file_predicts_with_references(pairs: tuple[Predictor, Path, str]) -> None:
@@ -169,9 +197,18 @@ def test_the_loaded_file_predicts_with_references(pairs: tuple[Predictor, Path, 
 def test_the_example_takes_a_reference(pairs: tuple[Predictor, Path, str], folders: Path, tmp_path: Path) -> None:
     original, path, _ = pairs
     files = [folders / "val" / "1.png", tmp_path / "drawn.png", folders / "named" / "1.jpg"]
-    command = [sys.executable, str(ROOT / "examples" / "onnx_numpy.py"), str(path), *map(str, files)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = example(path, *files)
+    assert done.returncode == 0, done.stderr
     assert [line.split()[0] for line in done.stdout.splitlines()] == original(files[0], reference=files[2]).names
+    missing, other = example(path, *files[:2]), example(path, *files[:2], folders / "val" / "2.png")
+    assert (missing.returncode, missing.stderr) == (1, "this file reads a reference: give one\n")
+    assert other.returncode == 1
+    assert "the reference has (480, 640) pixels and its image (640, 480)" in other.stderr
+
+
+def example(*arguments: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "examples" / "onnx_numpy.py"), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True)
 
 
 def test_references_in_training_alone_change_nothing(tmp_path: Path) -> None:
@@ -187,6 +224,9 @@ def test_references_in_training_alone_change_nothing(tmp_path: Path) -> None:
     assert not any("batch_former" in each.name for each in proto.graph.initializer)
     with pytest.raises(InputError, match=r"it\.onnx reads no references, and some are given"):
         file_of(tmp_path / "it.onnx")(batch_of(original, synthetic_images()))
+    photo = save(synthetic_images(1)[0], tmp_path / "1.png")
+    ignored = example(tmp_path / "it.onnx", photo, tmp_path / "drawn.png", photo)
+    assert (ignored.returncode, ignored.stderr) == (1, "this file reads no reference: give none\n")
 
 
 @pytest.mark.parametrize("mode", ["mini_batch_inference", "single_stream_inference"])
@@ -343,6 +383,60 @@ def test_calibration_takes_pairs(
     assert not (tmp_path / "3.onnx").exists()
 
 
+def test_bad_pairs_are_left_out_of_the_calibration(
+    pairs: tuple[Predictor, Path, str],
+    folders: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    original, given = of_data(pairs, folders, monkeypatch), calibrated(monkeypatch)
+    photos, named = (shutil.copytree(folders / name, tmp_path / name) for name in ("photos", "named"))
+    for number in (4, 5):
+        shutil.copy(photos / "3.png", photos / f"{number}.png")
+        shutil.copy(named / "3.jpg", named / f"{number}.jpg")
+    (photos / "1.png").write_text("no image")
+    (named / "2.jpg").write_text("no image")
+    shutil.copy(folders / "named" / "1.jpg", named / "5.jpg")
+    references = {"calibration": photos, "calibration_references": named}
+    original.export(tmp_path / "it.onnx", precision="int8", **references)  # type: ignore[arg-type]
+    assert len(given) == 2
+    for batch in given:
+        assert batch.references is not None
+        assert (batch.references.float() - batch.images.flip(-2).float()).abs().mean() < 8
+    assert "3 of 5 images or their references cannot be used and were left out" in caplog.text
+    assert "named/2.jpg" in caplog.text
+    assert re.search(r"photos/5\.png: the reference .*named/5\.jpg has 640 x 480", caplog.text)
+
+
+@pytest.mark.parametrize("settings", [("data.reference=random",), ("data.reference_shift=2",)])
+def test_the_score_of_other_references_is_not_compared(
+    pairs: tuple[Predictor, Path, str], folders: Path, settings: tuple[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    split = (f"data.val.images={folders / 'val'}", f"data.val.annotations={folders / 'val.json'}")
+    other = replace(pairs[0], origin=predictor("detr", *READS, *split, *settings).origin)
+    assert settings[0] in command.compared_ap(other, pairs[1], 0)["not_compared"]
+
+
+def test_references_of_validation_images_need_no_training_data(
+    pairs: tuple[Predictor, Path, str], folders: Path
+) -> None:
+    split = (f"data.val.images={folders / 'val'}", f"data.val.annotations={folders / 'val.json'}")
+    original = replace(pairs[0], origin=predictor("detr", *READS, *split).origin)
+    _, references, described = command._images(original, None, None)
+    assert (described, len(references or ())) == ("validation images", 3)
+
+
+def test_the_command_reads_16_bit_images_as_the_run_did(pairs: tuple[Predictor, Path, str], tmp_path: Path) -> None:
+    values = np.random.default_rng(0).integers(0, 2**12, (48, 64), dtype=np.uint16)
+    Image.fromarray(values).save(tmp_path / "1.png")
+    original = replace(pairs[0], grey_bits=14)
+    images, references, _ = command._images(original, tmp_path, tmp_path)
+    for found in (images, references):
+        assert found is not None
+        assert torch.equal(found[0], torch.from_numpy((values >> 6).astype(np.uint8)).expand(3, -1, -1))
+
+
 @pytest.mark.full
 def test_int8(
     pairs: tuple[Predictor, Path, str], folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -385,6 +479,9 @@ def test_the_command_takes_references(
     assert "name no reference of 3 of 3 images" in capsys.readouterr().err
     assert export_command(["run", "--output", str(tmp_path / "3.onnx"), "--references", named]) == 2
     assert "--references gives the references of the images of --images or --int8" in capsys.readouterr().err
+    monkeypatch.setattr(command, "load", lambda *_: replace(original, origin=None))
+    assert export_command(["run", "--output", str(tmp_path / "3.onnx"), "--images", photos]) == 2
+    assert "only a detector that detr_bf.load has read from a checkpoint can be exported" in capsys.readouterr().err
     plain = predictor()
     monkeypatch.setattr(command, "load", lambda *_: plain)
     assert export_command(["run", "--output", str(tmp_path / "3.onnx"), *by_name]) == 2

@@ -250,6 +250,8 @@ def test_what_is_not_installed_is_said(name: str, monkeypatch: pytest.MonkeyPatc
 class Blobs(TorchBackend):
     """Detector that finds every bright rectangle of a batch, with a score that grows with its area."""
 
+    reads_references = False
+
     def compute(self, batch: Batch, convert: Any, half: bool) -> list[Any]:
         found: list[Any] = []
         for image, target in zip(batch.images, batch.targets, strict=True):

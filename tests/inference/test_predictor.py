@@ -271,6 +271,8 @@ def predictors() -> list[Any]:
     """Build a detector that counts its images and a classifier that adds their pixels."""
 
     class Counting(TorchBackend):
+        reads_references = False
+
         def compute(self, batch: Any, convert: Any, half: bool) -> list[Any]:
             return [Detections(t.image_id, t.boxes, t.boxes[:, 0], t.labels) for t in batch.targets]
 
@@ -329,6 +331,8 @@ class TestThresholds:
         """Build a predictor that finds three objects with masks in every image."""
 
         class Fixed(TorchBackend):
+            reads_references = False
+
             def compute(self, batch: Any, convert: Any, half: bool) -> list[Any]:
                 scores, labels = torch.tensor([0.9, 0.45, 0.3]), torch.tensor([0, 1, 0])
                 masks: Any = ("first", "second", "third")

@@ -15,10 +15,13 @@ from torch import Tensor
 
 import detr_bf
 from detr_bf.common.errors import InputError
+from detr_bf.common.files import read_json
 from detr_bf.common.structures import Batch, Detections
+from detr_bf.data import coco
 from detr_bf.data.references import files_by_stem
 from detr_bf.data.transforms import eval_sample
-from detr_bf.data.video import read_frames
+from detr_bf.data.video import VideoFrame, read_frames
+from detr_bf.inference import predictor
 from detr_bf.inference.backends import TorchBackend
 from detr_bf.inference.predictor import Predictor
 from tests.data.test_video import HEIGHT, WIDTH, clip
@@ -161,8 +164,43 @@ def test_each_frame_of_a_video_has_the_one_reference(attending: Predictor, tmp_p
         list(attending.predict_video(tmp_path / "a.avi", reference=pixels(0, (8, 9))))
 
 
+def test_frames_before_one_of_another_size_are_detected(
+    attending: Predictor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def frames(video: Path, **options: Any) -> Iterator[VideoFrame]:
+        for number in range(5):
+            yield VideoFrame(number, number / 25, pixels(number, SIZE if number < 2 else (40, 30)))
+
+    monkeypatch.setattr(predictor, "read_frames", frames)
+    before: list[int] = []
+    with pytest.raises(InputError, match=r"^frame 2: the reference given has 64 x 48"):
+        before.extend(each.frame for each in attending.predict_video("a.avi", batch_size=4, reference=pixels(7)))
+    assert before == [0, 1]
+
+
+def test_a_batch_says_nothing_of_references_that_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    batches = seen(monkeypatch)
+    plain = loaded(tmp_path)
+    assert len(plain(IMAGES)) == 2
+    assert [(each.references, each.has_reference) for each in batches] == [(None, None)] * 2
+
+
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[Batch]:
+    """Return the list of the batches that are computed."""
+    batches: list[Batch] = []
+    compute = TorchBackend.compute
+
+    def recorded(self: TorchBackend, batch: Batch, convert: Any, half: bool) -> Any:
+        batches.append(batch)
+        return compute(self, batch, convert, half)
+
+    monkeypatch.setattr(TorchBackend, "compute", recorded)
+    return batches
+
+
 IMAGES = [pixels(0), pixels(1)]
 OTHER = pixels(2, (40, 30))
+DOCS = Path(__file__).parents[2] / "docs"  # has pictures
 WRONG: list[tuple[Any, Any, str]] = [
     (IMAGES[0], None, "compares each image with its reference.*none is given: give reference=IMAGE"),
     (IMAGES, None, "none is given"),
@@ -175,7 +213,7 @@ WRONG: list[tuple[Any, Any, str]] = [
     (IMAGES[0], IMAGES, "^the reference is of type list, but an image is"),
     (IMAGES, 3, "^the reference is of type int, but an image is"),
     (IMAGES[0], "missing.png", "missing.png does not exist"),
-    (IMAGES, Path(__file__).parent, r"^image 0 is a tensor of shape \(3, 48, 64\) and uint8, which has no file name"),
+    (IMAGES, DOCS, r"^image 0 is a tensor of shape \(3, 48, 64\) and uint8, which has no file name"),
 ]
 
 
@@ -218,6 +256,15 @@ def test_images_of_a_folder_without_usable_reference_are_left_out(
     assert "has 30 x 40 pixels (width x height) and its image 64 x 48" in caplog.text
 
 
+def test_an_image_is_not_its_own_reference(attending: Predictor, folders: tuple[Path, Path], tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(folders[0])
+    for references in (folders[0], tmp_path / "link"):
+        with pytest.raises(InputError, match=r"x.png is also the file of that name in .*, its own reference"):
+            attending(folders[0] / "a" / "x.png", reference=references / "a")
+        with pytest.raises(InputError, match=r"no image can be read:\n.*x.png is also the file"):
+            attending(folders[0], reference=references)
+
+
 def test_a_folder_of_references_of_other_images(attending: Predictor, folders: tuple[Path, Path]) -> None:
     images, references = folders
     with pytest.raises(InputError, match="no file has the name of an image: references have the names"):
@@ -241,19 +288,6 @@ class TestEvaluate:
         data.save()
         return data
 
-    @staticmethod
-    def seen(monkeypatch: pytest.MonkeyPatch) -> list[Batch]:
-        """Return the list of the batches that are computed."""
-        batches: list[Batch] = []
-        compute = TorchBackend.compute
-
-        def recorded(self: TorchBackend, batch: Batch, convert: Any, half: bool) -> Any:
-            batches.append(batch)
-            return compute(self, batch, convert, half)
-
-        monkeypatch.setattr(TorchBackend, "compute", recorded)
-        return batches
-
     def assert_seen(self, detector: Predictor, batches: Sequence[Batch], numbers: Sequence[int]) -> None:
         (batch,) = batches
         assert batch.references is not None
@@ -264,8 +298,10 @@ class TestEvaluate:
     def test_the_key_or_the_folder_names_the_references(
         self, attending: Predictor, data: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        batches = self.seen(monkeypatch)
+        batches, read = seen(monkeypatch), list[Path]()
+        monkeypatch.setattr(coco, "read_json", lambda path: (read.append(path), read_json(path))[1])
         attending.evaluate(data.annotations, data.images)
+        assert read == [data.annotations], "the file is read once"
         self.assert_seen(attending, batches, [10, 11, 12])
         for number, image in enumerate(data.content["images"]):
             del image["template"]

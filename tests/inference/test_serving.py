@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 import io
 import json
 import logging
@@ -14,7 +15,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+import tracemalloc
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -25,6 +27,7 @@ import httpx
 import numpy as np
 import pytest
 import torch
+from fastapi import HTTPException
 from PIL import Image
 from scipy.optimize import linear_sum_assignment
 
@@ -635,6 +638,7 @@ def test_the_description_names_classes_and_limits_and_no_paths(detector: Predict
         assert [each["name"] for each in found["classes"]] == ["cat", "dog", "bird"]
         assert [each["category_id"] for each in found["classes"]] == [3, 7, 90]
         assert (found["name"], found["version"], found["batch_size"]) == ("tiny", detr_bf.__version__, 3)
+        assert found["reference"] == "none"
 
 
 @pytest.mark.parametrize(
@@ -695,6 +699,7 @@ def test_a_form_brings_image_and_reference(comparing: Predictor) -> None:
         body = server.client.get("/openapi.json").json()["paths"]["/predict"]["post"]["requestBody"]["content"]
         assert body["multipart/form-data"]["schema"]["required"] == ["image", "reference"]
         assert len(body) == 1
+        assert server.client.get("/model").json()["reference"] == "needed"
 
 
 def test_requests_of_a_batch_keep_their_references(comparing: Predictor) -> None:
@@ -717,6 +722,7 @@ def test_a_reference_can_be_fixed_when_the_server_starts(comparing: Predictor, t
     path.write_bytes(photo(7))
     service = partial(DetectorService, reference=path)
     with running(comparing, service=service) as server:
+        assert server.client.get("/model").json()["reference"] == "fixed"
         found = server.predict(photo(1), params={"threshold": 0})
         assert found.json()["objects"] == objects(comparing(photo(1), 0.0, reference=photo(7)))
         assert post_form(server, image=photo(1)).json()["objects"] == found.json()["objects"]
@@ -739,14 +745,21 @@ def test_requests_without_a_usable_reference(comparing: Predictor, detector: Pre
             (post_form(server, image=image, reference=other), 422, "33 x 57 pixels (width x height) and its image 64"),
             (post_form(server, image=image, reference=b"text"), 415, "the reference is not an image"),
             (post_form(server, image=b"text", reference=image), 415, "the image is not an image"),
-            (post_form(server, image=image, reference=large), 413, "more than 20,000 bytes"),
-            (post_form(server, image=large + large, reference=large * 2), 413, "more than 20,000 bytes"),
+            (post_form(server, image=image, reference=large), 413, "the reference has more than 20,000 bytes"),
+            (post_form(server, image=large, reference=image), 413, "the image has more than 20,000 bytes"),
+            (post_form(server, image=large * 5, reference=large), 413, "the form has more than 105,536 bytes: each"),
             (send(server, form, "multipart/form-data; boundary=x"), 422, "the form is not complete"),
             (send(server, form + b"\r\n--x--", "multipart/form-data; boundary=x"), 422, "the form has image, expected"),
             (send(server, form, "multipart/form-data"), 415, "without a boundary"),
             (send(server, b"", 'multipart/form-data; boundary="x'), 422, "the form is not complete"),
             (send(server, b"\r\n--x\r\n\r\n\r\n--x--", "multipart/form-data; boundary=x"), 422, "expected one image"),
             (send(server, image, "text/plain"), 415, "send a form with the two files"),
+            (post_form(server, image=image, reference=image, other=image), 422, "more than two parts"),
+            (send(server, form + b"\r\n--x" + bytes(9000), FORM), 422, "no header that ends within 8,192 bytes"),
+            (send(server, form.replace(b"name=", b"name*%s=" % DIGITS), FORM), 422, "header that cannot be read"),
+            (send(server, form, f"{FORM}; name*{DIGITS.decode()}=x"), 415, "without a boundary"),
+            (send(server, form, FORM, {"Content-Encoding": "gzip"}), 415, "gzip; send a form with the two files"),
+            (send(server, form, FORM, {"Origin": "http://["}), 403, "a page of another site"),
         ):
             assert (answer.status_code, said in answer.text) == (status, True), answer.text
         assert post_form(server, image=image, reference=image).status_code == 200
@@ -754,8 +767,51 @@ def test_requests_without_a_usable_reference(comparing: Predictor, detector: Pre
         assert post_form(server, image=image, reference=image).status_code == 415
 
 
-def send(server: Running, body: bytes, kind: str) -> httpx.Response:
-    return server.client.post("/predict", content=body, headers={"Content-Type": kind})
+FORM = "multipart/form-data; boundary=x"
+DIGITS = b"9" * 5000
+
+
+def send(server: Running, body: bytes, kind: str, headers: Mapping[str, str] | None = None) -> httpx.Response:
+    return server.client.post("/predict", content=body, headers={"Content-Type": kind, **(headers or {})})
+
+
+@pytest.mark.parametrize("part", [b"\r\n--x", b"\r\n--x\r\n\r\n", b"\r\n--x\r\na: b\r\n" + b"c: d\r\n" * 4])
+def test_a_form_of_many_parts_or_headers_takes_no_time(part: bytes) -> None:
+    start = time.process_time()
+    with pytest.raises(HTTPException, match=r"^422"):
+        http_server._form_parts(part * (2**21 // len(part)) + b"\r\n--x--", b"x")
+    assert time.process_time() - start < 0.2
+
+
+def test_forms_are_read_in_a_thread_and_in_time(comparing: Predictor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other requests are answered meanwhile."""
+    go, parts = threading.Event(), http_server._form_parts
+    monkeypatch.setattr(http_server, "_form_parts", lambda *given: (go.wait(SECONDS), parts(*given))[1])
+    with running(comparing, timeout=1.5) as server:
+        answer = server.threads.submit(post_form, server, image=photo(1), reference=photo(2))
+        until(lambda: gauge(server.service.metrics_text(), "detr_bf_requests_in_work") == 1)
+        assert server.client.get("/health", timeout=1).status_code == 200
+        assert answer.result(SECONDS).status_code == 504
+        go.set()
+
+
+def test_the_files_of_a_form_are_held_once(comparing: Predictor) -> None:
+    """While a request waits for the detector, the body is held, and no copies of its files."""
+    held, size = Held(comparing), 4_000_000
+    with running(held, max_bytes=size, timeout=SECONDS) as server:
+        held.go.clear()
+        tracemalloc.start()
+        try:
+            padded = photo(1) + bytes(size - len(photo(1)))
+            answer = server.threads.submit(post_form, server, image=padded, reference=padded)
+            until(lambda: held.batches)
+            gc.collect()
+            blocks = tracemalloc.take_snapshot().filter_traces([tracemalloc.Filter(True, http_server.__file__)])
+            assert sum(each.size for each in blocks.traces) < 2.2 * size
+        finally:
+            tracemalloc.stop()
+            held.go.set()
+        assert answer.result(SECONDS).status_code == 200
 
 
 def test_a_form_of_a_page_of_another_site_is_refused(comparing: Predictor) -> None:

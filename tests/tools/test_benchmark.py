@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+from PIL import Image
 
 import detr_bf
-from detr_bf.commands import main
+from detr_bf.commands import benchmark, main
 from tests.tools.test_predict import weights as weights  # a fixture: the checkpoint of a tiny detector
 
 
@@ -71,3 +75,14 @@ def test_bad_arguments_are_refused(
     assert main(["benchmark", str(weights), *given, "--no-memory"]) == 2
     assert said in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def test_images_are_read_as_the_first_detector_reads_them(weights: Path, tmp_path: Path) -> None:
+    values = np.random.default_rng(0).integers(0, 2**12, (48, 64), dtype=np.uint16)
+    Image.fromarray(values).save(tmp_path / "1.png")
+    content = torch.load(weights, weights_only=True)
+    content["config"]["data"]["grey_bits"] = 14
+    torch.save(content, tmp_path / "tiny.pt")
+    options = Namespace(images=tmp_path, runs=[str(tmp_path / "tiny.pt"), "other"])
+    [image], _ = benchmark._images(options, 1)
+    assert torch.equal(image, torch.from_numpy((values >> 6).astype(np.uint8)).expand(3, -1, -1))

@@ -170,6 +170,14 @@ def test_another_folder_is_evaluated_with_its_own_references(boards: Path, tmp_p
         config, *_ = evaluated_run(tmp_path / "run", overrides=overrides, folder=other)
         assert isinstance(config, DetectionConfig)
         assert (config.data.val.split, config.data.val.references) == expected, overrides
+    for overrides, references in (
+        (["data.val.images=new", "data.val.annotations=new.json"], ""),
+        (["data.val.images=new", "data.val.references=mine"], "mine"),
+        (["data.val.annotations=new.json"], str(tmp_path)),
+    ):
+        config, *_ = evaluated_run(tmp_path / "run", overrides=overrides)
+        assert isinstance(config, DetectionConfig)
+        assert config.data.val.references == references, overrides
     config, *_ = evaluated_run(tmp_path / "run")
     assert isinstance(config, DetectionConfig)
     assert config.data.val.references == str(tmp_path)
