@@ -106,7 +106,7 @@ def references_of_run(config: DetectionConfig, files: Sequence[Path]) -> list[Pa
         InputError: the data of the config cannot be read, or do not say the reference of each file.
     """
     wanted = {real_path(file): file for file in files}
-    names, known = {file.name for file in wanted}, dict[Path, Path]()
+    names, known = {file.name for file in files}, dict[Path, Path]()  # links have other names than their files
     try:
         if config.data.reference != "own":
             raise InputError(f"data.reference={config.data.reference} chooses the reference of an image at random")
