@@ -219,8 +219,9 @@ def test_names_of_cells_are_read_back(name: str) -> None:
 @pytest.mark.parametrize("name", packaged_experiments())
 def test_packaged_experiments_load(name: str) -> None:
     found = read_experiment(packaged_experiments()[name])
-    assert len(found.seeds) * len(found.folds) >= (3 if name.startswith(("detectors", "finetune")) else 5)
-    assert found.baseline in ("off", "off_8", "two_stream", "cross_entropy", "plain", "deformable", "finetune_2m")
+    assert len(found.seeds) * len(found.folds) >= (3 if name.startswith(("deeppcb", "detectors", "finetune")) else 5)
+    known = ("off", "off_8", "two_stream", "cross_entropy", "plain", "deformable", "finetune_2m", "shift_0", "alone_0")
+    assert found.baseline in known
 
 
 @pytest.mark.default_tier("long_tail_digits", "small_data_fashion_mnist")

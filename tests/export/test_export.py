@@ -564,7 +564,7 @@ def test_masks(postprocess: bool, suffix: str, tmp_path: Path) -> None:
 
 def test_the_example_runs_without_torch(detr: tuple[Predictor, Path], tmp_path: Path) -> None:
     picture, script = tmp_path / "photo.png", ROOT / "examples" / "onnx_numpy.py"
-    assert len(script.read_text().splitlines()) <= 60
+    assert len(script.read_text().splitlines()) <= 65
     Image.fromarray(synthetic_images()[0].permute(1, 2, 0).numpy()).save(picture)
     code = f"import runpy, sys; sys.modules['torch'] = None; runpy.run_path({str(script)!r}, run_name='__main__')"
     arguments = [str(detr[1]), str(picture), str(tmp_path / "drawn.png")]
