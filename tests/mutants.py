@@ -1,12 +1,12 @@
 """Measure which faults the tests find: change one line of the code, run the tests that execute it, count failures.
 
     pip install pytest-cov
-    python tests/mutants.py cover             # run the tests of FOLDERS, record which test executes which line
+    python tests/mutants.py cover             # run the tests of TESTS, record which test executes which line
     python tests/mutants.py run --count 150   # change a copy of the project, one place at a time
 
 ``run`` draws the same number of places in each part of :data:`PARTS`, among the lines of functions that a test
-executes. It tries the tests of the default tier first; for a change that none of them finds, it runs the cases of
-``make test-full`` of the same test functions. The result is ``build/mutants/results.json``. The change is made in a
+executes. It tries the tests of the default tier first, the fastest ones that execute the line; for a change that none
+of them finds, it runs the cases of ``make test-full`` of the same test functions. The result is ``build/mutants/results.json``. The change is made in a
 copy of the project, never in the checkout itself.
 """
 
@@ -37,7 +37,9 @@ PARTS = {
     "export": ("export",),
 }
 FOLDERS = [folder for folders in PARTS.values() for folder in folders]
-MOST_TESTS = 40  # tests of a line that are tried, the fastest first
+TESTS = [*FOLDERS, "golden"]  # folders of tests; the last compares with recorded outputs of the reference models
+MOST_TESTS = 25  # tests of a line that are tried, the fastest first
+MOST_SECONDS = 20.0  # of a test that is tried, as measured with coverage; the 5 fastest are tried in any case
 SECONDS = 900  # limit of one run of tests on a busy machine; a change that makes them hang is found
 
 _COMPARE = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq}
@@ -121,11 +123,11 @@ def _changed(node: ast.expr | ast.stmt) -> str | None:
 
 
 def cover() -> None:
-    """Run the tests of the default tier in :data:`FOLDERS` and store the tests of each line."""
+    """Run the tests of the default tier in :data:`TESTS` and store the tests of each line."""
     BUILD.mkdir(parents=True, exist_ok=True)
     environment = os.environ | {"COVERAGE_FILE": str(BUILD / "coverage"), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "worksteal", "--cov=detr_bf", "--cov-report="]
-    command += ["--cov-context=test", f"--junitxml={BUILD / 'junit.xml'}", *(f"tests/{name}" for name in FOLDERS)]
+    command += ["--cov-context=test", f"--junitxml={BUILD / 'junit.xml'}", *(f"tests/{name}" for name in TESTS)]
     subprocess.run(command, cwd=ROOT, env=environment, check=False)
 
 
@@ -147,7 +149,10 @@ def tests_of_lines() -> dict[str, dict[int, list[str]]]:
         for line, contexts in data.contexts_by_lineno(path).items():
             tests = {context.rpartition("|")[0] for context in contexts} & seconds.keys()
             if tests:
-                by_line[line] = sorted(tests, key=seconds.__getitem__)
+                fastest = sorted(tests, key=seconds.__getitem__)
+                by_line[line] = [
+                    test for place, test in enumerate(fastest) if place < 5 or seconds[test] < MOST_SECONDS
+                ][:MOST_TESTS]
         found[Path(path).relative_to(ROOT).as_posix()] = by_line
     return found
 
@@ -183,10 +188,10 @@ def run(count: int, seed: int, processes: int) -> None:
     def attempt(mutant: Mutant) -> None:
         copy = copies.get()
         try:
-            tests = covering[mutant.file][mutant.line][:MOST_TESTS]
+            tests = covering[mutant.file][mutant.line]
             found_by = found(copy, mutant, tests, ["-m", "not slow and not full"]) and "default"
             if not found_by:
-                functions = sorted({test.partition("[")[0] for test in covering[mutant.file][mutant.line]})
+                functions = sorted({test.partition("[")[0] for test in tests})
                 found_by = found(copy, mutant, functions, ["-m", "full and not slow"]) and "full"
             results.append(mutant._asdict() | {"tests": len(tests), "found_by": found_by or None})
             (BUILD / "results.json").write_text(json.dumps(results, indent=1))
