@@ -6,8 +6,8 @@
 
 ``run`` draws the same number of places in each part of :data:`PARTS`, among the lines of functions that a test
 executes. It tries the tests of the default tier first, the fastest ones that execute the line; for a change that none
-of them finds, it runs the cases of ``make test-full`` of the same test functions. The result is ``build/mutants/results.json``. The change is made in a
-copy of the project, never in the checkout itself.
+of them finds, it runs the cases of ``make test-full`` of the same test functions. The result is
+``build/mutants/results.json``. The change is made in a copy of the project, never in the checkout itself.
 """
 
 from __future__ import annotations
