@@ -5,8 +5,8 @@
     python tests/mutants.py run --count 150   # change a copy of the project, one place at a time
 
 ``run`` draws the same number of places in each part of :data:`PARTS`, among the lines of functions that a test
-executes. It tries the tests of the default tier first, the fastest ones that execute the line; for a change that none
-of them finds, it runs the cases of ``make test-full`` of the same test functions. The result is
+executes. It tries the fastest case of each test function that executes the line, then all cases of the default tier of
+these functions, then those of ``make test-full``. The result is
 ``build/mutants/results.json``. The change is made in a copy of the project, never in the checkout itself.
 """
 
@@ -195,11 +195,11 @@ def run(count: int, seed: int, processes: int) -> None:
         copy = copies.get()
         try:
             tests = covering[mutant.file][mutant.line]
-            found_by = found(copy, mutant, tests, ["-m", "not slow and not full"]) and "default"
-            if not found_by:
-                functions = sorted({test.partition("[")[0] for test in tests})
-                found_by = found(copy, mutant, functions, ["-m", "full and not slow"]) and "full"
-            results.append(mutant._asdict() | {"tests": len(tests), "found_by": found_by or None})
+            functions = sorted({test.partition("[")[0] for test in tests})
+            tries = (tests, "default"), (functions, "default"), (functions, "full")
+            options = {"default": ["-m", "not slow and not full"], "full": ["-m", "full and not slow"]}
+            found_by = next((tier for chosen, tier in tries if found(copy, mutant, chosen, options[tier])), None)
+            results.append(mutant._asdict() | {"tests": len(tests), "found_by": found_by})
             (BUILD / "results.json").write_text(json.dumps(results, indent=1))
             print(f"{len(results)}/{len(drawn)} {found_by or 'NOT FOUND'} {mutant.file}:{mutant.line}", flush=True)
         finally:
