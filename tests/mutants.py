@@ -1,13 +1,13 @@
 """Measure which faults the tests find: change one line of the code, run the tests that execute it, count failures.
 
     pip install pytest-cov
-    python tests/mutants.py cover             # run the tests of FOLDERS, record which test executes which line
+    python tests/mutants.py cover             # run the tests of TESTS, record which test executes which line
     python tests/mutants.py run --count 150   # change a copy of the project, one place at a time
 
 ``run`` draws the same number of places in each part of :data:`PARTS`, among the lines of functions that a test
-executes. It tries the tests of the default tier first; for a change that none of them finds, it runs the cases of
-``make test-full`` of the same test functions. The result is ``build/mutants/results.json``. The change is made in a
-copy of the project, never in the checkout itself.
+executes. It tries the fastest case of each test function that executes the line, then all cases of the default tier of
+these functions, then those of ``make test-full``. The result is
+``build/mutants/results.json``. The change is made in a copy of the project, never in the checkout itself.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ PARTS = {
     "export": ("export",),
 }
 FOLDERS = [folder for folders in PARTS.values() for folder in folders]
-MOST_TESTS = 40  # tests of a line that are tried, the fastest first
+TESTS = [*FOLDERS, "golden"]  # folders of tests; the last compares with recorded outputs of the reference models
+MOST_TESTS = 40  # test functions of a line that are tried with their fastest case, the fastest first
+MOST_SECONDS = 20.0  # of a test that is tried, as measured with coverage; the 5 fastest are tried in any case
 SECONDS = 900  # limit of one run of tests on a busy machine; a change that makes them hang is found
 
 _COMPARE = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq}
@@ -121,11 +123,11 @@ def _changed(node: ast.expr | ast.stmt) -> str | None:
 
 
 def cover() -> None:
-    """Run the tests of the default tier in :data:`FOLDERS` and store the tests of each line."""
+    """Run the tests of the default tier in :data:`TESTS` and store the tests of each line."""
     BUILD.mkdir(parents=True, exist_ok=True)
     environment = os.environ | {"COVERAGE_FILE": str(BUILD / "coverage"), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "worksteal", "--cov=detr_bf", "--cov-report="]
-    command += ["--cov-context=test", f"--junitxml={BUILD / 'junit.xml'}", *(f"tests/{name}" for name in FOLDERS)]
+    command += ["--cov-context=test", f"--junitxml={BUILD / 'junit.xml'}", *(f"tests/{name}" for name in TESTS)]
     subprocess.run(command, cwd=ROOT, env=environment, check=False)
 
 
@@ -147,7 +149,13 @@ def tests_of_lines() -> dict[str, dict[int, list[str]]]:
         for line, contexts in data.contexts_by_lineno(path).items():
             tests = {context.rpartition("|")[0] for context in contexts} & seconds.keys()
             if tests:
-                by_line[line] = sorted(tests, key=seconds.__getitem__)
+                cases: dict[str, str] = {}  # by function
+                for test in sorted(tests, key=seconds.__getitem__):
+                    cases.setdefault(test.partition("[")[0], test)
+                fastest = sorted(cases.values(), key=seconds.__getitem__)
+                by_line[line] = [
+                    test for place, test in enumerate(fastest) if place < 5 or seconds[test] < MOST_SECONDS
+                ][:MOST_TESTS]
         found[Path(path).relative_to(ROOT).as_posix()] = by_line
     return found
 
@@ -172,6 +180,9 @@ def run(count: int, seed: int, processes: int) -> None:
     covering = tests_of_lines()
     drawn = draw(count, seed, covering)
     copies: Queue[Path] = Queue()
+    shared, link = ROOT.parent / "shared", BUILD / "shared"  # recorded outputs of the reference models
+    if shared.is_dir() and not link.exists():
+        link.symlink_to(shared)
     for number in range(processes):
         copy = BUILD / f"copy{number}"
         shutil.rmtree(copy, ignore_errors=True)
@@ -183,12 +194,12 @@ def run(count: int, seed: int, processes: int) -> None:
     def attempt(mutant: Mutant) -> None:
         copy = copies.get()
         try:
-            tests = covering[mutant.file][mutant.line][:MOST_TESTS]
-            found_by = found(copy, mutant, tests, ["-m", "not slow and not full"]) and "default"
-            if not found_by:
-                functions = sorted({test.partition("[")[0] for test in covering[mutant.file][mutant.line]})
-                found_by = found(copy, mutant, functions, ["-m", "full and not slow"]) and "full"
-            results.append(mutant._asdict() | {"tests": len(tests), "found_by": found_by or None})
+            tests = covering[mutant.file][mutant.line]
+            functions = sorted({test.partition("[")[0] for test in tests})
+            tries = (tests, "default"), (functions, "default"), (functions, "full")
+            options = {"default": ["-m", "not slow and not full"], "full": ["-m", "full and not slow"]}
+            found_by = next((tier for chosen, tier in tries if found(copy, mutant, chosen, options[tier])), None)
+            results.append(mutant._asdict() | {"tests": len(tests), "found_by": found_by})
             (BUILD / "results.json").write_text(json.dumps(results, indent=1))
             print(f"{len(results)}/{len(drawn)} {found_by or 'NOT FOUND'} {mutant.file}:{mutant.line}", flush=True)
         finally:
@@ -213,8 +224,9 @@ def found(copy: Path, mutant: Mutant, tests: list[str], options: list[str]) -> b
         ended = subprocess.run(
             command, cwd=copy, env=environment, capture_output=True, text=True, timeout=SECONDS, check=False
         )
-        # 4: wrong arguments, such as a test that does not exist; or conftest.py cannot be imported
-        assert ended.returncode != 4 or "while loading conftest" in ended.stderr, ended.stderr
+        # 4: wrong arguments, such as a test that does not exist; or a file of tests cannot be imported
+        broken = any(text in ended.stderr for text in ("while loading conftest", "found no collectors"))
+        assert ended.returncode != 4 or broken, ended.stderr
         return ended.returncode not in (0, 5)  # 5: no test was selected
     except subprocess.TimeoutExpired:
         return True
