@@ -37,7 +37,7 @@ from detr_bf.data.transforms import eval_sample
 from detr_bf.detectors import MaskHead
 from detr_bf.evaluation import ScoreThresholds
 from detr_bf.export import GivenSelections, ParityError, parity, parity_table, synthetic_images
-from detr_bf.export.graph import ONNX_FORMAT, OPSET
+from detr_bf.export.graph import ONNX_FORMAT, OPSET, ExportSignature
 from detr_bf.export.precision import MAX_CALIBRATION, calibration_files, exact_nodes, half_precision
 from detr_bf.export.runtime import OnnxDetector
 from detr_bf.export.sharing import SourceCheckpoint
@@ -515,6 +515,23 @@ def test_bad_arguments_of_precision(
     assert export_command(["run", "--output", "it.onnx", *arguments]) == 2
     assert message in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_files_of_one_image_or_of_squares_have_no_padding() -> None:
+    padded = [
+        (batch, size, square)
+        for batch in (None, 1, 4)
+        for size in (None, (64, 96))
+        for square in (None, 64)
+        if ExportSignature(batch=batch, size=size).pads(square)
+    ]
+    assert padded == [
+        (None, None, None),
+        (None, (64, 96), None),
+        (1, (64, 96), None),
+        (4, None, None),
+        (4, (64, 96), None),
+    ]
 
 
 def test_calibration_files_are_spread_over_the_folder(tmp_path: Path) -> None:
