@@ -346,19 +346,10 @@ def choose_grey_bits(data: LoadingConfig, *folders: tuple[Path, Sequence[str]]) 
     ``folders`` are those of the images and of their references, each with the names of its files.
     """
     if data.grey_bits is None:
+        limits = max(1, data.workers), data.max_pixels
         bits = [
             grey_bits_of(
-                folder,
-                names,
-                partial(
-                    check_files,
-                    ImageRecord,
-                    folder,
-                    names,
-                    cache_folder("doctor"),
-                    max(1, data.workers),
-                    data.max_pixels,
-                ),
+                folder, names, partial(check_files, ImageRecord, folder, names, cache_folder("doctor"), *limits)
             )
             for folder, names in folders
         ]

@@ -270,6 +270,7 @@ def test_learning_rates_of_the_batch_sizes_follow_their_rule() -> None:
     assert sizes == {2, 4, 8, 16}
 
 
+@pytest.mark.default_tier("deeppcb", "digits")
 @pytest.mark.parametrize("name", sorted(packaged_experiments()))
 def test_every_arm_of_the_packaged_experiments_can_be_built(name: str) -> None:
     for config in read_experiment(packaged_experiments()[name]).configs.values():
