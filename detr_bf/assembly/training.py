@@ -346,11 +346,9 @@ def choose_grey_bits(data: LoadingConfig, *folders: tuple[Path, Sequence[str]]) 
     ``folders`` are those of the images and of their references, each with the names of its files.
     """
     if data.grey_bits is None:
-        limits = max(1, data.workers), data.max_pixels
+        limits = cache_folder("doctor"), max(1, data.workers), data.max_pixels
         bits = [
-            grey_bits_of(
-                folder, names, partial(check_files, ImageRecord, folder, names, cache_folder("doctor"), *limits)
-            )
+            grey_bits_of(folder, names, partial(check_files, ImageRecord, folder, names, *limits))
             for folder, names in folders
         ]
         data.grey_bits = max((each for each in bits if each is not None), default=None)
