@@ -6,7 +6,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -201,6 +201,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="DIR",
         help="folder of recorded reference outputs, of either set or of both; may be repeated",
     )
+
+
+@pytest.fixture
+def float64() -> Iterator[None]:
+    """Use float64 and a fixed seed, so that tolerances do not hide errors."""
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
 
 
 @pytest.fixture(params=[pytest.param("compiled", marks=needs_kernels), "reference"])

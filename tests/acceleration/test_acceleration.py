@@ -55,13 +55,6 @@ def _fresh_compiler() -> Iterator[None]:
     torch._dynamo.config.recompile_limit = limit
 
 
-@pytest.fixture
-def _float64() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
 def loss(outputs: Outputs) -> Tensor:
     total = outputs.logits.float().square().mean() + outputs.boxes.square().mean()
     if outputs.masks is not None:
@@ -92,7 +85,7 @@ def of_images(count: int, height: int, width: int) -> Batch:
 
 @pytest.mark.default_tier("detr", "rtdetr", "deformable_detr_two_stage")
 @every_detector
-@pytest.mark.usefixtures("_float64")
+@pytest.mark.usefixtures("float64")
 def test_recomputed_encoder_layers_give_the_same_bits(name: str) -> None:
     """Compare with dropout, and the random numbers drawn afterwards."""
     found = []

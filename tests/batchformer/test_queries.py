@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -20,12 +19,7 @@ from detr_bf.common.structures import Outputs, Queries, QueryGroup, TokenBatch
 IMAGES, MAIN, NOISED, DIM, TOKENS, LAYERS = 3, 4, 2, 16, 5, 3
 
 
-@pytest.fixture(autouse=True)
-def _float64() -> Iterator[None]:
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 def former(**changes: object) -> QueryBatchFormer:

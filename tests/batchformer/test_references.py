@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
@@ -18,12 +16,7 @@ IMAGES, TOKENS, DIM, LAYERS = 3, 5, 16, 3
 EVALUATED = ("mini_batch_inference", "single_stream_inference")
 
 
-@pytest.fixture(autouse=True)
-def _float64() -> Iterator[None]:
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 def pairs(has_reference: Tensor | None = None, padding_mask: Tensor | None = None) -> TokenBatch:

@@ -19,12 +19,7 @@ from detr_bf.transformer import Encoder, EncoderLayer, TokenAttention
 IMAGES, TOKENS, DIM, LAYERS = 3, 5, 16, 3
 
 
-@pytest.fixture(autouse=True)
-def _float64() -> None:
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 def tokens(images: int = IMAGES) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -18,12 +18,7 @@ from tests.detectors.tiny import CHANNELS, DETECTORS, DIM, IMAGES, LAYERS, Avera
 HEADS = 2
 
 
-@pytest.fixture(autouse=True)
-def _in_float64() -> Iterator[None]:
-    """Use float64, so that tolerances do not hide errors."""
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 def batch_former(**settings: object) -> BatchFormerV2:

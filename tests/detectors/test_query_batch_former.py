@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -25,11 +24,7 @@ WITH_GROUPS = ("dino", "dino_shared_heads", "dn_detr", "group_detr", "h_deformab
 CONTENT_FROM_TOKENS = ("dino_shared_heads", "deformable_detr_two_stage", "rtdetr", "rtdetrv2")
 
 
-@pytest.fixture(autouse=True)
-def _float64() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 def former(**changes: object) -> QueryBatchFormer:

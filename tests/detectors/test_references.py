@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -18,13 +17,6 @@ from detr_bf.detectors.mask_head import MaskHead
 from tests.detectors.tiny import CHANNELS, DETECTORS, DIM, LAYERS, Averages, model, shaken
 
 SIZE = (32, 40)
-
-
-@pytest.fixture
-def float64() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 def batch(has_reference: Tensor | None = None) -> Batch:
