@@ -14,13 +14,14 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
+from matplotlib.patches import Rectangle
 from torch import Tensor, nn
 
 from detr_bf.analysis.inspected import InspectedRun, Level, ShownBatch, level_numbered
 from detr_bf.batchformer.inspection import attending, batch_former_of, recorded
 from detr_bf.common.errors import InputError
 from detr_bf.common.text import listed, printable
-from detr_bf.report.figures import INK, VERMILION, picture_grid
+from detr_bf.report.figures import INK, ORANGE, VERMILION, picture_grid
 from detr_bf.report.fonts import plain
 
 _CELL = 2.0  # inches, width of an image
@@ -44,6 +45,7 @@ class PlaceAttention:
     point: tuple[float, float]  # x and y in pixels of the batch
     weights: Mapping[tuple[int, int, int], np.ndarray]  # (encoder layer, layer of the mixer, level) -> (H, B)
     received: np.ndarray  # (B, h, w), of the chosen layer and level: see :func:`received_attention`
+    found: np.ndarray | None = None  # (N, 4) detected boxes of an image with a reference, in pixels of the picture
 
     def rows(self) -> list[dict[str, object]]:
         """Return a table: the weight that the place gives to each image, by layer, level and head."""
@@ -123,7 +125,7 @@ def attention_at(
     if subject.attends_to_references:
         batch = subject.with_reference(batch)
     with attending(network), recorded(batch_former_of(network)) as recording:
-        network(batch.inputs)
+        outputs = network(batch.inputs)
     if not recording.attention:
         raise InputError(
             f"{subject.name}: its mixer is not the library's attention (batch_former.mixer=attention), and has no "
@@ -145,7 +147,8 @@ def attention_at(
         for number, own in enumerate(levels)
     }
     received = received_attention(mapped.weights[start : start + height * width]).unflatten(1, (height, width))
-    return PlaceAttention(batch, point, weights, received.cpu().numpy())
+    found = subject.detected(outputs, batch) if subject.attends_to_references else None
+    return PlaceAttention(batch, point, weights, received.cpu().numpy(), found)
 
 
 def received_attention(weights: Tensor) -> Tensor:
@@ -184,6 +187,45 @@ def _point_in_batch(place: Place, batch: ShownBatch) -> tuple[float, float]:
     return x * width / original_width, y * height / original_height
 
 
+def draw_reference_attention(runs: Mapping[str, Sequence[PlaceAttention]]) -> Figure:
+    """Draw for each place a row: image with its objects, reference, difference, and attention to it in each run.
+
+    A column of a run has the weight that each position of the image gives to its reference, the mean over the heads,
+    with as many of the best detections as the image has objects.
+    """
+    places = list(zip(*runs.values(), strict=True))
+    pictures = [place[0].batch.images[0].picture for place in places]
+    line = _CELL * max(picture.shape[0] / picture.shape[1] for picture in pictures) + 0.4
+    columns = 3 + len(runs)
+    heading = "White: objects. Orange: as many best detections, on the weight that each position gives to the reference"
+    figure, grid = picture_grid(heading, len(places), columns, columns * _CELL, len(places) * line + 1.0)
+    for row, place in zip(grid, places, strict=True):
+        image, reference = place[0].batch.images
+        difference = np.abs(image.picture - reference.picture).max(-1)
+        captions = (plain(Path(image.name).name, limit=_LETTERS), "reference", "difference")
+        for axes, picture, caption in zip(row, (image.picture, reference.picture, difference), captions, strict=False):
+            axes.imshow(picture, cmap="gray", vmin=0, vmax=max(difference.max(), 1e-6) if picture.ndim == 2 else 1)
+            axes.set_title(caption, fontsize=7, color=INK)
+        _draw_boxes(row[0], image.boxes, "white")
+        for axes, name, attention in zip(row[3:], runs, place, strict=True):
+            drawn = _draw_map(axes, attention, attention.received[1] / 2, image.picture, 1.0)
+            mean = attention.received[1].mean() / 2
+            axes.set_title(f"{plain(name, limit=_LETTERS)}\n{mean:.2f} on average", fontsize=7, color=INK)
+            _draw_boxes(axes, attention.found[: len(image.boxes)], ORANGE)
+    _add_colour_bar(figure, drawn, grid)
+    return figure
+
+
+def _draw_boxes(axes: Axes, boxes: np.ndarray, colour: str) -> None:
+    for x0, y0, x1, y1 in boxes:
+        axes.add_patch(Rectangle((x0, y0), x1 - x0, y1 - y0, fill=False, edgecolor=colour, linewidth=1.2))
+
+
+def _add_colour_bar(figure: Figure, drawn: AxesImage, grid: np.ndarray) -> None:
+    bar = figure.colorbar(drawn, ax=list(grid.flat), orientation="horizontal", fraction=0.01, aspect=60, pad=0.01)
+    bar.ax.tick_params(labelsize=7, colors=INK)
+
+
 def draw_batch_attention(runs: Mapping[str, Sequence[PlaceAttention]]) -> Figure:
     """Draw for each place the images of its batch with the marked position, and below a row for each run.
 
@@ -205,9 +247,13 @@ def draw_batch_attention(runs: Mapping[str, Sequence[PlaceAttention]]) -> Figure
         for column in range(columns):
             _draw_image(grid[first, column], place[0], column)
             for row, (name, attention) in enumerate(zip(runs, place, strict=True), start=first + 1):
-                drawn = _draw_map(grid[row, column], attention, column, name if column == 0 else "", top)
-    bar = figure.colorbar(drawn, ax=list(grid.flat), orientation="horizontal", fraction=0.01, aspect=60, pad=0.01)
-    bar.ax.tick_params(labelsize=7, colors=INK)
+                picture = attention.batch.images[column].picture
+                drawn = _draw_map(grid[row, column], attention, attention.received[column], picture, top)
+                weights = next(iter(attention.weights.values()))[:, column]
+                heads = " ".join(f"{weight:.2f}" for weight in weights[:_HEADS_SHOWN])
+                caption = f"{plain(name if column == 0 else '', limit=_LETTERS)}\n{weights.mean():.2f} ({heads})"
+                grid[row, column].set_title(caption, fontsize=7, color=INK)
+    _add_colour_bar(figure, drawn, grid)
     return figure
 
 
@@ -223,12 +269,11 @@ def _draw_image(axes: Axes, attention: PlaceAttention, column: int) -> None:
     axes.set_title(caption, fontsize=7, color=INK, fontweight="bold" if column == 0 else "normal")
 
 
-def _draw_map(axes: Axes, attention: PlaceAttention, column: int, name: str, top: float) -> AxesImage:
-    picture = attention.batch.images[column].picture
+def _draw_map(axes: Axes, attention: PlaceAttention, values: np.ndarray, picture: np.ndarray, top: float) -> AxesImage:
     height, width = attention.batch.size
     axes.imshow(picture.mean(-1), cmap="gray", vmin=0, vmax=1)
     drawn = axes.imshow(
-        attention.received[column],
+        values,
         extent=(0, width, height, 0),
         cmap="inferno",
         alpha=0.65,
@@ -238,8 +283,4 @@ def _draw_map(axes: Axes, attention: PlaceAttention, column: int, name: str, top
     )
     axes.set_xlim(0, picture.shape[1])
     axes.set_ylim(picture.shape[0], 0)
-    weights = next(iter(attention.weights.values()))[:, column]
-    heads = " ".join(f"{weight:.2f}" for weight in weights[:_HEADS_SHOWN])
-    caption = f"{plain(name, limit=_LETTERS)}\n{weights.mean():.2f} ({heads})"
-    axes.set_title(caption, fontsize=7, color=INK)
     return drawn

@@ -19,6 +19,7 @@ from torchvision.ops import box_convert
 
 from detr_bf.analysis.classification import Pixels
 from detr_bf.assembly.data import build_val_data
+from detr_bf.assembly.model import build_postprocess
 from detr_bf.classification.assembly_data import build_image_splits
 from detr_bf.classification.batch import LabelledImages
 from detr_bf.classification.config import ClassifierConfig
@@ -91,6 +92,10 @@ class InspectedRun(ABC):
         """Return a batch of one image with the picture of its reference behind it (InputError: it has none)."""
         raise NotImplementedError
 
+    def detected(self, outputs: Any, batch: ShownBatch) -> np.ndarray:
+        """Return the detected boxes of the first image (N, 4), best first, x0, y0, x1, y1 in pixels of its picture."""
+        raise NotImplementedError
+
     def untrained(self) -> nn.Module:
         """Return the model as it was before training."""
         task = task_of(self.config)
@@ -140,6 +145,12 @@ class InspectedDetector(InspectedRun):
         picture = pixels[0, :, :height, :width].permute(1, 2, 0).float().cpu() / 255
         name = f"{image.name} (reference)"
         return replace(batch, images=(image, replace(image, name=name, picture=picture.numpy())))
+
+    def detected(self, outputs: Any, batch: ShownBatch) -> np.ndarray:
+        [found, *_] = build_postprocess(self.settings)(outputs, batch.inputs.targets)
+        image = batch.images[0]
+        (height, width), (own_height, own_width) = image.picture.shape[:2], image.original_size
+        return found.boxes.numpy() * np.array([width / own_width, height / own_height] * 2)
 
     def load(self, indices: Sequence[int]) -> ShownBatch:
         batch = Batch.collate([self.data[SampleKey(0, index)] for index in indices])

@@ -13,7 +13,14 @@ import torch
 from matplotlib.figure import Figure
 from torch.utils.data import Dataset
 
-from detr_bf.analysis.batch_attention import PlaceAttention, attention_at, choose_places, draw_batch_attention, place_in
+from detr_bf.analysis.batch_attention import (
+    PlaceAttention,
+    attention_at,
+    choose_places,
+    draw_batch_attention,
+    draw_reference_attention,
+    place_in,
+)
 from detr_bf.analysis.classification import ANALYSES, EPSILONS, Analysis, Pixels, Subject
 from detr_bf.analysis.detection import (
     compare_mini_batch_inference,
@@ -193,9 +200,9 @@ def _batch_attention(options: argparse.Namespace) -> int:
                 attention_at(subject, place, model=model, layer=options.layer, level=options.level)
                 for place in progress_bar(places, desc=name, unit="image", leave=False)
             ]
-    return _write(
-        table, picture, draw_batch_attention(found), {k: [r for p in v for r in p.rows()] for k, v in found.items()}
-    )
+    draw = draw_reference_attention if subjects[0].attends_to_references else draw_batch_attention
+    rows = {name: [row for place in own for row in place.rows()] for name, own in found.items()}
+    return _write(table, picture, draw(found), rows)
 
 
 def _run(options: argparse.Namespace) -> int:

@@ -13,8 +13,16 @@ import pytest
 import torch
 from PIL import Image, ImageOps
 from torch import Tensor, nn
+from torchvision.ops import box_convert
 
-from detr_bf.analysis.batch_attention import Place, attention_at, choose_places, position_of, received_attention
+from detr_bf.analysis.batch_attention import (
+    Place,
+    attention_at,
+    choose_places,
+    draw_reference_attention,
+    position_of,
+    received_attention,
+)
 from detr_bf.analysis.inspected import Level, load_inspected
 from detr_bf.batchformer import BATCH_MIXERS
 from detr_bf.batchformer.inspection import attending, recorded
@@ -119,12 +127,24 @@ def test_a_detector_with_references(config: Path, tmp_path: Path, capsys: pytest
     shown = subject.with_reference(subject.load([2]))
     np.testing.assert_allclose(shown.images[1].picture, shown.images[0].picture[::-1], atol=0.03)  # resized
     with torch.no_grad(), recorded(subject.model.encoder.batch_former) as recording:
-        subject.model(shown.inputs)
+        outputs = subject.model(shown.inputs)
     found = attention_at(subject, Place((2,), None))
     position = position_of(found.point, shown.size, subject.levels(recording.insertions[0].before, shown)[0])
     expected = recording.attention[0].weights[position, :, 0].numpy()
     np.testing.assert_allclose(found.weights[0, 0, 0], expected, atol=1e-6)
     assert expected.shape == (2, 2), "heads, image and reference"
+    scores = outputs.logits[-1][0].softmax(-1)[:, :-1].amax(-1)
+    best = box_convert(outputs.boxes[-1][0, scores.argmax()], "cxcywh", "xyxy")
+    (image, _), (height, width) = found.batch.images, found.batch.images[0].picture.shape[:2]
+    assert found.found is not None
+    np.testing.assert_allclose(found.found[0], best * torch.tensor([width, height] * 2), rtol=1e-4)
+    figure = draw_reference_attention({"a": [found], "b": [found]})
+    panels = figure.axes[:5]
+    assert [len(panel.patches) for panel in panels] == [len(image.boxes), 0, 0, len(image.boxes), len(image.boxes)]
+    np.testing.assert_array_equal(panels[1].images[0].get_array(), found.batch.images[1].picture)
+    np.testing.assert_allclose(panels[3].images[1].get_array(), found.received[1] / 2)
+    weights = recording.attention[0].weights[:, :, 0, 1].mean(1)
+    np.testing.assert_allclose(found.received[1].ravel() / 2, weights, atol=1e-6)
     assert analyze(["batch-attention", str(run), *out, "--auto", "3"]) == 0
     for arguments, message in (
         (["batch-attention", str(run), *out, "--images", "2"], "attends to its reference alone"),
