@@ -197,7 +197,7 @@ def draw_reference_attention(runs: Mapping[str, Sequence[PlaceAttention]]) -> Fi
     pictures = [place[0].batch.images[0].picture for place in places]
     line = _CELL * max(picture.shape[0] / picture.shape[1] for picture in pictures) + 0.4
     columns = 3 + len(runs)
-    heading = "White: objects. Orange: as many best detections, on the weight that each position gives to the reference"
+    heading = "White: objects. Orange: as many of the best detections. Colours: weight of the reference"
     figure, grid = picture_grid(heading, len(places), columns, columns * _CELL, len(places) * line + 1.0)
     for row, place in zip(grid, places, strict=True):
         image, reference = place[0].batch.images
