@@ -311,6 +311,7 @@ def training_amount(config: DetectionConfig) -> Training:
         square=transforms.square is not None,
         divisor=config.size_divisor,
         drops=config.optimizer.schedule == "step",
+        minutes=train.minutes,
     )
 
 

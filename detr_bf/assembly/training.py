@@ -177,16 +177,20 @@ def epoch_batches(config: RunConfig, num_samples: int, **settings: Any) -> parti
     )
 
 
-def learning_rate(config: RunConfig, batches_per_epoch: int) -> LearningRate:
+def learning_rate(config: RunConfig, batches_per_epoch: int, steps: int | None = None) -> LearningRate:
     """Return the schedule over the steps of the run; image models add a warm-up in epochs and a final rate above 0.
 
     A warm-up longer than the run, such as that of a recipe in a short fine-tuning, becomes a tenth of all steps, with a
     warning. A run that ``train.max_steps`` ends early has the schedule of the whole run, to go on without a jump.
+
+    Args:
+        steps: of a run of ``train.minutes``, in which an epoch of the schedule is that share of ``train.epochs``.
     """
-    optimizer, steps_per_epoch = config.optimizer, math.ceil(batches_per_epoch / config.train.accumulate)
+    optimizer = config.optimizer
+    total = config.train.epochs * math.ceil(batches_per_epoch / config.train.accumulate) if steps is None else steps
+    steps_per_epoch = total / config.train.epochs
     warmup_epochs = getattr(optimizer, "warmup_epochs", 0.0)  # this and min_lr are settings of image models only
     min_factor = getattr(optimizer, "min_lr", 0.0) / optimizer.lr if optimizer.lr else 0.0
-    total = config.train.epochs * steps_per_epoch
     flat = optimizer.schedule == "flat_cosine"
     if flat:
         min_factor = optimizer.final_factor
@@ -260,6 +264,7 @@ def train_settings(config: RunConfig, num_images: int, *, unused_parameters: boo
     return TrainSettings(
         epochs=train.epochs,
         max_steps=train.max_steps,
+        minutes=getattr(train, "minutes", None),  # a setting of detectors only
         batch_images=min(num_images, train.batch_size * distributed.world_size()),
         accumulate=train.accumulate,
         clip_norm=config.optimizer.clip_norm,

@@ -34,7 +34,7 @@ from detr_bf.data.loader import BatchLoader, make_loader
 from detr_bf.engine import EvaluationLoop
 from detr_bf.plugins import mixing_patch_size, patch_cutmix
 
-MakeImageBatches = Callable[[int, int], Iterator[LabelledImages]]  # (epoch, first batch) -> batches from there on
+MakeImageBatches = Callable[..., Iterator[LabelledImages]]  # (epoch, first batch, phase) -> batches from there on
 ImageConfig = ClassifierConfig | MaskedConfig
 
 _NAMED = 10  # most classes that a message names
@@ -150,12 +150,12 @@ def build_image_eval_transform(transforms: ImageTransformConfig) -> EvalTransfor
 
 
 def train_batches(config: ImageConfig, splits: ImageSplits, device: torch.device) -> tuple[MakeImageBatches, int]:
-    """Return (epoch, first batch) -> training batches of this rank from there on, and the batches per epoch."""
+    """Return (epoch, first batch, phase) -> training batches of this rank from there on, and the batches per epoch."""
     batches = epoch_batches(config, len(splits.train), repeated_augment=config.data.repeats)
     mix = build_mix(config, splits.class_map.num_classes)
     collate = LabelledImages.collate if mix is None else partial(collate_mixed, mix)
     load = _loader(config, splits.train, collate, device)
-    return lambda epoch, start: iter(load(batches(epoch=epoch, start_batch=start))), len(batches(epoch=0))
+    return lambda epoch, start, phase=None: iter(load(batches(epoch=epoch, start_batch=start))), len(batches(epoch=0))
 
 
 def _loader(

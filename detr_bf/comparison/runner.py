@@ -393,8 +393,10 @@ def _last_records(run: RunFolder) -> dict[str, dict[str, Any]]:
 def _share(config: RunConfig, record: Mapping[str, Any] | None) -> float:
     if record is None:
         return 0.0
-    by_epoch = float(record.get("epoch") or 0) / config.train.epochs
-    return min(1.0, max(by_epoch, record["step"] / (config.train.max_steps or math.inf)))
+    minutes = getattr(config.train, "minutes", None)
+    done = record.get("epoch") if minutes is None else record.get("minutes")
+    share = float(done or 0) / (minutes or config.train.epochs)
+    return min(1.0, max(share, record["step"] / (config.train.max_steps or math.inf)))
 
 
 def _status(cell: ExperimentCell, records: Mapping[str, Mapping[str, Any]]) -> str:

@@ -308,6 +308,7 @@ class DetectorOptimizerConfig(OptimizerConfig):
 class DetectorTrainConfig(TrainConfig):
     """Training of a detector."""
 
+    minutes: float | None = positive(None)  # length in minutes of training; null: train.epochs
     auto_batch: bool = False  # GPU: the batch_size that fits its memory, accumulate such that their product stays
     recompute_encoder: bool = False  # activation checkpointing of the encoder layers: less memory, more time
 

@@ -32,6 +32,7 @@ class SampleKey:
     index: int  # in the data set, from 0
     copy: int = 0  # with repeated augmentation: number of the copy, each augmented in its own way
     side: int | None = None  # pixels of a side of the images of this batch; no part of the seed
+    phase: int | None = None  # epoch whose augmentation is used; None: that of ``epoch``; no part of the seed
 
     def sample_seed(self, seed: int, attempt: int = 0) -> int:
         """Return the 64-bit seed of this sample in a run of that ``seed``; ``attempt`` counts the replacements."""
@@ -104,6 +105,7 @@ class EpochBatches(Sampler[list[SampleKey]]):
             epoch.
         sides: the images of a global batch get one of these sides in pixels, a function of (seed, epoch, number of the
             batch); empty: none.
+        phase: of the keys.
 
     Raises:
         InputError: a batch size below 1, or fewer images than ranks.
@@ -123,6 +125,7 @@ class EpochBatches(Sampler[list[SampleKey]]):
         features: Tensor | None = None,
         repeated_augment: int = 1,
         sides: Sequence[int] = (),
+        phase: int | None = None,
     ) -> None:
         assert 0 <= rank < world_size
         assert repeated_augment >= 1
@@ -145,6 +148,7 @@ class EpochBatches(Sampler[list[SampleKey]]):
         self.buckets = buckets
         self.features = features
         self.sides = sides
+        self.phase = phase
         self.num_batches = num_samples // self.global_size or 1
         self.size = min(self.global_size, num_samples)  # images of a global batch
         self.group = math.ceil(repeated_augment / world_size)  # consecutive batches that share their images
@@ -158,7 +162,10 @@ class EpochBatches(Sampler[list[SampleKey]]):
         for number, indices in enumerate(self._global_batches()[self.start_batch :], self.start_batch):
             copies = self._positions(number) // self.different
             side = self._side(number)
-            keys = [SampleKey(self.epoch, *key, side) for key in zip(indices.tolist(), copies.tolist(), strict=True)]
+            keys = [
+                SampleKey(self.epoch, *key, side, self.phase)
+                for key in zip(indices.tolist(), copies.tolist(), strict=True)
+            ]
             mine = torch.tensor_split(torch.arange(len(keys)), self.world_size)[self.rank]
             yield [keys[number] for number in mine.tolist()]
 

@@ -269,7 +269,7 @@ class CocoDetection(Dataset[LoadedSample]):
         return len(self.image_ids)
 
     def __getitem__(self, key: SampleKey) -> LoadedSample:
-        augment = self.augment and self.augment.at(key.epoch)
+        augment = self.augment and self.augment.at(key.epoch if key.phase is None else key.phase)
         masked = self.masks or (augment is not None and augment.copy_paste > 0)
         transform = self.transform if key.side is None else self.sized[key.side]
 

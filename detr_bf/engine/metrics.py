@@ -241,6 +241,7 @@ class TrainingLog:
             **{f"lr/{group['name']}": group["lr"] for group in optimizer.param_groups},
             "lr": optimizer.param_groups[0]["lr"],
             **({"skipped_steps": progress.skipped} if progress.skipped else {}),
+            **({"minutes": progress.seconds / 60} if progress.seconds else {}),
             **({"replaced_images": progress.replaced} if progress.replaced else {}),
             **{f"weight/{name}": weight for name, weight in self._weights.items()},
             **self._window.take(per_step="grad_norm"),

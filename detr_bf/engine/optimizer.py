@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -237,9 +237,18 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], sour
                 moments[name] = torch.empty_like(parameter).copy_(moment)
 
 
+class RunSchedule(NamedTuple):
+    """Numbers that follow from the length of a run."""
+
+    learning_rate: LearningRate
+    rates: Sequence[float]  # at full rate, of the groups of the optimizer
+    ema_decay: float
+    ema_warmup_steps: int
+
+
 @dataclass(frozen=True)
 class LearningRate:
-    """Learning rate schedule: optimizer step, from 0 -> factor of every group's learning rate.
+    """Learning rate schedule: optimizer step, from 0, perhaps a fraction -> factor of every group's learning rate.
 
     ``step``: times ``drop_factor`` at each of ``drop_steps``. ``cosine``: half a cosine down to ``min_factor`` at
     ``total_steps``. ``flat_cosine``: 1 for ``flat_steps``, then half a cosine down to ``min_factor``, which the last
@@ -250,13 +259,13 @@ class LearningRate:
     schedule: str
     total_steps: int
     warmup_steps: int = 0
-    drop_steps: tuple[int, ...] = ()
+    drop_steps: tuple[float, ...] = ()
     drop_factor: float = 0.1
     min_factor: float = 0.0
-    flat_steps: int = 0
-    final_steps: int = 0
+    flat_steps: float = 0
+    final_steps: float = 0
 
-    def __call__(self, step: int) -> float:
+    def __call__(self, step: float) -> float:
         warmup = min(1.0, (step + 1) / (self.warmup_steps + 1))
         if self.schedule == "step":
             return float(warmup * self.drop_factor ** sum(step >= drop for drop in self.drop_steps))

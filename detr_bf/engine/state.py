@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,38 @@ class Progress:
     improved_epoch: float = 0.0  # epochs done at the first evaluation with the best score
     skipped: int = 0  # steps skipped because they were not finite
     replaced: int = 0  # unreadable images of this epoch
+    seconds: float = 0.0  # of training by train.minutes, see TrainingClock; 0 without
+    step_seconds: float = 0.0  # of the first steps by train.minutes; 0: not measured
+    begin: float = 0.0  # step at 0 seconds if all steps had taken step_seconds; below 0 after a slow start
+
+    @property
+    def timed_step(self) -> float:
+        """Steps that fit in the time used; by train.minutes the schedule goes by them, not by the steps done."""
+        return self.begin + self.seconds / self.step_seconds
+
+
+class TrainingClock:
+    """Seconds of training steps and their data loading, without evaluations and checkpoints."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds, self._since = seconds, math.nan  # NaN: it stands still
+
+    @property
+    def seconds(self) -> float:
+        return self._seconds if math.isnan(self._since) else self._seconds + time.monotonic() - self._since
+
+    @contextmanager
+    def running(self, enabled: bool = True) -> Iterator[None]:
+        """Let the clock run within the block, or stand still if not ``enabled``; then go on as before."""
+        before = not math.isnan(self._since)
+        self._set(enabled)
+        try:
+            yield
+        finally:
+            self._set(before)
+
+    def _set(self, running: bool) -> None:
+        self._seconds, self._since = self.seconds, time.monotonic() if running else math.nan
 
 
 def running_statistics(model: nn.Module) -> list[Tensor]:

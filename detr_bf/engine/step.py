@@ -142,13 +142,14 @@ class ReducedFlags(NamedTuple):
     stop: float  # ranks that received a signal
     save: float  # 1 if the main rank wants a checkpoint
     replaced: float  # unreadable images
+    seconds: float = 0.0  # of training, by the clock of the main rank
 
 
-def reduce_flags(loss: Tensor, *, stop: bool, save: bool, replaced: int) -> Tensor:
+def reduce_flags(loss: Tensor, *, stop: bool, save: bool, replaced: int, seconds: float = 0.0) -> Tensor:
     """All-reduce loss and flags so that all ranks branch alike: the fields of ReducedFlags, float64, on the device."""
     value = loss.detach().double()
     finite = value.isfinite()
-    flags = tensor_on(loss.device, [stop, save, replaced], torch.float64)
+    flags = tensor_on(loss.device, [stop, save, replaced, seconds], torch.float64)
     losses = torch.stack([torch.where(finite, value, 0.0), (~finite).double()])
     return distributed.all_reduce_sum(torch.cat([losses, flags]))
 

@@ -28,10 +28,10 @@ from detr_bf.data.workers import restart_dead_workers
 from detr_bf.engine.checkpoint import Checkpoint, set_rng_state
 from detr_bf.engine.evaluate import EvaluationResult, EvaluationStopped
 from detr_bf.engine.metrics import BatchLog, MetricsLog, TrainingLog
-from detr_bf.engine.optimizer import LearningRate
+from detr_bf.engine.optimizer import LearningRate, RunSchedule
 from detr_bf.engine.recovery import Recovery, StepStart
 from detr_bf.engine.run_folder import RunFolder
-from detr_bf.engine.state import AveragedWeights, Progress, TrainingState, running_statistics
+from detr_bf.engine.state import AveragedWeights, Progress, TrainingClock, TrainingState, running_statistics
 from detr_bf.engine.step import (
     DeferredSignals,
     ReducedFlags,
@@ -46,13 +46,16 @@ from detr_bf.losses import LossReport
 
 logger = logging.getLogger(__name__)
 
+MEASURED_STEPS = 3  # after the first one, which is slower; their mean time tells how many steps a run will have
+
 
 @dataclass(frozen=True)
 class TrainSettings:
     """Length of a training run, limits, and intervals."""
 
-    epochs: int
+    epochs: int  # with ``minutes`` no limit: what is given in epochs is a share of them, and of the time
     max_steps: int | None = None  # optimizer steps
+    minutes: float | None = None  # of training; None: ``epochs``
     batch_images: int = 1  # images of a batch of all ranks together
     accumulate: int = 1  # batches of a rank per optimizer step
     clip_norm: float = 0.1  # 0 does not clip
@@ -99,14 +102,15 @@ class Trainer:
     then skips the step and runs the next one again.
 
     Args:
-        make_batches: (epoch, index of the first batch) -> the remaining batches of that epoch for this rank, always in
-            the same order.
+        make_batches: (epoch, index of the first batch, phase) -> the remaining batches of that epoch for this rank,
+            always in the same order. The phase is the epoch whose augmentation they have.
         evaluate: (model, function that is True once this rank is asked to stop) -> the result.
         metrics: None on all ranks but the main one.
         data: fingerprints of the training and validation data.
         resume_from: go on from this checkpoint.
         new_val: the validation data are not those of ``resume_from``, so that scores cannot be compared.
         batches_per_epoch: of each rank.
+        reschedule: steps of a run of ``settings.minutes``, known after its first steps -> its schedule.
 
     Raises:
         InputError: the run cannot go on from ``resume_from``.
@@ -115,7 +119,7 @@ class Trainer:
     step: TrainingStep
     optimizer: torch.optim.Optimizer
     learning_rate: LearningRate
-    make_batches: Callable[[int, int], Iterator[TrainingBatch]]
+    make_batches: Callable[[int, int, int], Iterator[TrainingBatch]]
     batches_per_epoch: int
     evaluate: Callable[[nn.Module, Callable[[], bool]], EvaluationResult]
     settings: TrainSettings
@@ -126,6 +130,7 @@ class Trainer:
     data: Mapping[str, Any] = field(default_factory=dict)
     resume_from: Checkpoint | None = None
     new_val: bool = False
+    reschedule: Callable[[int], RunSchedule] | None = None
     result: EvaluationResult | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -147,6 +152,8 @@ class Trainer:
         )
         if self.resume_from is not None:
             self._resume(self.resume_from)
+        self.clock = TrainingClock(self.progress.seconds)
+        self._step_ends: list[float] = []  # seconds after the last few steps, until the time of a step is measured
         if distributed.is_main() and (self.resume_from is None or self.new_val):
             self.folder.never_found.unlink(missing_ok=True)  # of other data, or of an earlier run without checkpoints
         self.recovery = Recovery(
@@ -167,8 +174,8 @@ class Trainer:
             InputError: the checkpoint cannot be resumed, or more epochs are done than the settings have.
         """
         self.state.restore(checkpoint, self.settings.seed)
-        progress, epochs = self.progress, self.settings.epochs
-        if (progress.epoch, progress.images) > (epochs, 0):
+        progress, epochs, minutes = self.progress, self.settings.epochs, self.settings.minutes
+        if minutes is None and (progress.epoch, progress.images) > (epochs, 0):
             raise InputError(
                 f"{self.folder.last} has trained for {progress.epoch} epochs and {progress.images:,} images, more than "
                 f"train.epochs={epochs}: give more epochs, or start a new run with init_from={self.folder.last} and "
@@ -185,6 +192,12 @@ class Trainer:
         if self.new_val:
             progress.best_score, progress.best_loss = -math.inf, None
             progress.best_step, progress.best_epoch, progress.improved_epoch = 0, 0.0, 0.0
+        if minutes is not None:
+            place = progress.step, progress.seconds / 60, minutes, self.epochs_done
+            logger.info("resumed at step %d, after %.2f of %g minutes and %.4g epochs", *place)
+            if progress.step_seconds:
+                self._reschedule()
+            return
         place = progress.step, self.total_steps, self.epochs_done, epochs
         logger.info("resumed at step %d of %d, after %.4g of %d epochs", *place)
 
@@ -204,11 +217,11 @@ class Trainer:
                 self.save()  # a run that is killed from here on can be resumed
             # a resumed run may have been stopped before this evaluation, or have new validation data
             self._evaluate_if_due(again=self.new_val)
-            while self.progress.step < self.total_steps and not self._out_of_patience():
+            while not self.finished and not self._out_of_patience():
                 for batches in self._rest_of_epoch():
                     self.train_step(batches)
                     if not math.isnan(self._flags.loss):
-                        bar.set_postfix_str(f"loss {self._flags.loss / distributed.world_size():.3f}", refresh=False)
+                        bar.set_postfix_str(self._bar_text(), refresh=False)
                     bar.update()
                     self._after_step()
                 self.save()
@@ -216,13 +229,17 @@ class Trainer:
                 self._evaluate_if_due()
             return self.result or self._evaluate()
 
+    def _bar_text(self) -> str:
+        loss, minutes = f"loss {self._flags.loss / distributed.world_size():.3f}", self.settings.minutes
+        return loss if minutes is None else f"{loss}, {self.progress.seconds / 60:.1f} of {minutes:g} min"
+
     def train_step(self, batches: Sequence[TrainingBatch]) -> None:
         """Run one optimizer step on the mean loss of ``batches``; skip it if the loss or gradient is not finite."""
         settings = self.settings
         start = self.recovery.begin_step()
         self.step.logs_attention = (self.progress.step + 1) % settings.log_every == 0
         for group in self.optimizer.param_groups:
-            group["lr"] = group["base_lr"] * self.learning_rate(self.schedule_step)
+            group["lr"] = group["base_lr"] * self.learning_rate(self.schedule_place)
         later = self.checks_later and bool(self.optimizer.state)  # torch's fused SGD cannot leave out its first step
         flags, logs = [], []
         norm = torch.zeros((), device=self.step.device)
@@ -269,7 +286,9 @@ class Trainer:
     def _flags_of(self, report: LossReport, batch: TrainingBatch) -> Tensor:
         minutes = self.settings.checkpoint_minutes or math.inf
         save = distributed.is_main() and self.state.minutes_unsaved >= minutes
-        return reduce_flags(report.total, stop=self._stopping(), save=save, replaced=len(batch.replaced))
+        seconds = self.clock.seconds if distributed.is_main() and self.settings.minutes is not None else 0.0
+        stop = self._stopping()
+        return reduce_flags(report.total, stop=stop, save=save, replaced=len(batch.replaced), seconds=seconds)
 
     def _update(self) -> None:
         """Update the weights. The scaler, if enabled, skips infinite gradients itself."""
@@ -292,6 +311,7 @@ class Trainer:
             return
         flags, _ = step.flags_and_norm
         self._flags = flags[-1]
+        self.progress.seconds = max(self.progress.seconds, self._flags.seconds)
         for batch, of_batch in zip(step.batches, flags, strict=False):
             self.recovery.count_unreadable(batch, of_batch)
         if self._is_finite(step):
@@ -308,18 +328,23 @@ class Trainer:
     def _rest_of_epoch(self) -> Iterator[list[TrainingBatch]]:
         """Yield the remaining batches of the current epoch, grouped by optimizer step."""
         epoch, steps_done = divmod(self.schedule_step, self.steps_per_epoch)
-        steps = min(self.steps_per_epoch - steps_done, self.total_steps - self.progress.step)
         if steps_done == 0:
             self.progress.replaced = 0
-        self.step.begin_epoch(epoch)
+        phase = self.phase
+        self.step.begin_epoch(phase)
         first = steps_done * self.settings.accumulate
-        batches = restart_dead_workers(lambda start: self.make_batches(epoch, start), first)
-        for _ in range(steps):
-            yield list(islice(batches, self.settings.accumulate))
+        with self.clock.running():
+            batches = restart_dead_workers(lambda start: self.make_batches(epoch, start, phase), first)
+            for _ in range(self.steps_per_epoch - steps_done):
+                if self.finished:
+                    return
+                yield list(islice(batches, self.settings.accumulate))
 
     def _after_step(self) -> None:
         """Log, save and stop where due."""
         flags = self._flags
+        if self.settings.minutes is not None and not self.progress.step_seconds:
+            self._measure()
         if self.progress.step % self.settings.log_every == 0:
             self._write_window()
             if self.step.device.type == "cpu":
@@ -329,6 +354,30 @@ class Trainer:
         if flags.stop:
             self._stop()
 
+    def _measure(self) -> None:
+        """Measure the time of a step, once enough are done, and schedule the run by it."""
+        progress = self.progress
+        self._step_ends = [*self._step_ends[-MEASURED_STEPS:], progress.seconds]
+        seconds = (self._step_ends[-1] - self._step_ends[0]) / MEASURED_STEPS
+        if len(self._step_ends) > MEASURED_STEPS and seconds > 0:
+            progress.step_seconds, progress.begin = seconds, progress.step - progress.seconds / seconds
+            self._reschedule()
+
+    def _reschedule(self) -> None:
+        """Take over the schedule of as many steps as fit in the minutes."""
+        progress, minutes = self.progress, self.settings.minutes
+        assert minutes is not None
+        assert self.reschedule is not None
+        steps = max(progress.step, round(progress.begin + 60 * minutes / progress.step_seconds))
+        text = "train.minutes=%g: %.3g s a step, about %s steps in all"
+        logger.info(text, minutes, progress.step_seconds, f"{steps:,}")
+        found = self.reschedule(steps)
+        self.learning_rate = found.learning_rate
+        for group, rate in zip(self.optimizer.param_groups, found.rates, strict=True):
+            group["base_lr"] = rate
+        if self.ema is not None:
+            self.ema.decay, self.ema.warmup_steps = found.ema_decay, found.ema_warmup_steps
+
     def _evaluate_if_due(self, *, again: bool = False) -> None:
         """Evaluate at the end of every ``eval_every``-th epoch and of the run, and save checkpoints to keep.
 
@@ -336,7 +385,7 @@ class Trainer:
             again: also if the last evaluation was at this step.
         """
         progress, step, epoch = self.progress, self.progress.step, math.ceil(self.epochs_done)
-        finished, evaluated = step >= self.total_steps, step == progress.evaluated_step
+        finished, evaluated = self.finished, step == progress.evaluated_step
         if step == 0 or (evaluated and not again) or not (finished or progress.images == 0):
             return
         others = []
@@ -390,9 +439,12 @@ class Trainer:
 
     def save(self, *others: Path) -> None:
         """Save ``last.pt`` and ``others``, see :meth:`TrainingState.save`, after the records up to here."""
-        self._write_window()
-        self._flags = self._flags._replace(save=0.0)
-        self.state.save(*others)
+        with self.clock.running(False):
+            self._write_window()
+            self._flags = self._flags._replace(save=0.0)
+            if self.settings.minutes is not None:
+                self.progress.seconds = distributed.run_on_main(lambda: self.clock.seconds)
+            self.state.save(*others)
         self.log.restart_clock()
 
     def _write_window(self) -> None:
@@ -429,7 +481,29 @@ class Trainer:
         return self.progress.epoch * self.steps_per_epoch + self.progress.images // images
 
     @property
-    def total_steps(self) -> int:
+    def schedule_place(self) -> float:
+        """Steps done in the schedule of the learning rate; by ``minutes`` those that fit in the time used."""
+        timed = self.settings.minutes is not None and self.progress.step_seconds
+        return self.progress.timed_step if timed else self.schedule_step
+
+    @property
+    def phase(self) -> int:
+        """Epoch that augmentation and batch attention have: the current one, or the share of it of ``minutes``."""
+        if self.settings.minutes is None:
+            return self.progress.epoch
+        share = self.progress.seconds / (60 * self.settings.minutes)
+        return min(int(share * self.settings.epochs), self.settings.epochs - 1)
+
+    @property
+    def finished(self) -> bool:
+        seconds = 60 * (self.settings.minutes or math.inf)
+        return self.progress.seconds >= seconds or self.progress.step >= (self.total_steps or math.inf)
+
+    @property
+    def total_steps(self) -> int | None:
+        """Steps at which the run ends; by ``minutes`` those of ``max_steps``, if any."""
+        if self.settings.minutes is not None:
+            return self.settings.max_steps
         steps = self.progress.step + self.settings.epochs * self.steps_per_epoch - self.schedule_step
         return min(steps, self.settings.max_steps or steps)
 

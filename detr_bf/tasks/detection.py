@@ -210,11 +210,12 @@ class DetectionTask(Task[DetectionConfig]):
             warn_of_mixed_batches(data.groups, batches(epoch=0))
         loader = build_loader(self.config, device)
 
-        def make_batches(epoch: int, start: int) -> Iterator[Batch]:
-            plain = epoch >= self.config.train.epochs - self.config.data.plain_last_epochs
+        def make_batches(epoch: int, start: int, phase: int | None = None) -> Iterator[Batch]:
+            phase = epoch if phase is None else phase
+            plain = phase >= self.config.train.epochs - self.config.data.plain_last_epochs
             sides = () if plain else tuple(self.config.data.batch_sides)
-            loaded = iter(loader(data, batches(epoch=epoch, start_batch=start, sides=sides)))
-            mixes = self.config.data.mixup.prob and epoch in augmented_epochs(self.config)[1]
+            loaded = iter(loader(data, batches(epoch=epoch, start_batch=start, sides=sides, phase=phase)))
+            mixes = self.config.data.mixup.prob and phase in augmented_epochs(self.config)[1]
             return mixed_batches(self.config, loaded, epoch, start) if mixes else loaded
 
         return make_batches, len(batches(epoch=0)), len(data)

@@ -136,7 +136,7 @@ def dry_run_training(task: Task[Any]) -> str | None:
             f"trained, on {device_of(config.device)}",
             task.settings_text(),
             f"first batch: {listed(batch.names, 4)}",
-            f"steps: {trainer.total_steps:,}, {trainer.steps_per_epoch:,} an epoch",
+            f"steps: {trainer.total_steps or 'by time'}, {trainer.steps_per_epoch:,} an epoch",
             f"dry run: nothing was trained or written; a run would be written to {folder.path}",
         )
         return "\n".join(filter(None, lines)) if distributed.is_main() else None

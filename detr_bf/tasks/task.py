@@ -6,6 +6,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -33,6 +34,7 @@ from detr_bf.common.text import listed
 from detr_bf.config import DetectionConfig, RunConfig, config_to_dict
 from detr_bf.data.checks.annotations import Report
 from detr_bf.engine import Checkpoint, EvaluationResult, RunFolder, Trainer, TrainingStep, build_and_load
+from detr_bf.engine.optimizer import RunSchedule
 from detr_bf.engine.step import Criterion, TrainingBatch
 from detr_bf.interop.classes import rows_by_name
 from detr_bf.report import TaskPage
@@ -44,7 +46,7 @@ MOST_ERROR_PICTURES = 60  # of a sheet: a JPEG file has at most 65,500 lines
 
 C = TypeVar("C", bound=RunConfig)
 Evaluate = Callable[..., EvaluationResult]  # (model) -> result
-MakeBatches = Callable[[int, int], Iterator[Any]]  # (epoch, first batch) -> the batches of this rank from there on
+MakeBatches = Callable[..., Iterator[Any]]  # (epoch, first batch, phase) -> the batches of this rank from there on
 
 
 class Task(ABC, Generic[C]):
@@ -264,6 +266,7 @@ class Task(ABC, Generic[C]):
                 step=TrainingStep(model, criterion, device, precision_of(config, device)).to(device),
                 optimizer=optimizer,
                 learning_rate=learning_rate(config, batches_per_epoch),
+                reschedule=partial(self._schedule, model, batches_per_epoch),
                 make_batches=make_batches,
                 batches_per_epoch=batches_per_epoch,
                 evaluate=evaluate,
@@ -278,6 +281,12 @@ class Task(ABC, Generic[C]):
             )
             undo.pop_all()
         return trainer
+
+    def _schedule(self, model: nn.Module, batches_per_epoch: int, steps: int) -> RunSchedule:
+        """Return the schedule of a run of that many steps."""
+        average, rates = self.config.train.ema, [group["lr"] for group in self.build_optimizer(model).param_groups]
+        rate = learning_rate(self.config, batches_per_epoch, steps)
+        return RunSchedule(rate, rates, average.decay, average.warmup_steps)
 
     @property
     def unused_parameters(self) -> bool:

@@ -147,6 +147,9 @@ def test_plain_epochs_have_neither_mixup_nor_sides_of_batches(trainer_of: Callab
     assert mixed == [False, True, True, False, False]
     sided = [all(min(target.size) == 64 for batch in batches for target in batch.targets) for batches in epochs]
     assert sided == [True, True, True, True, False]
+    by_time = list(trainer.make_batches(9, 0, 1))  # the augmentation of epoch 1, with other random numbers
+    assert all(len(target.labels) > 2 and min(target.size) == 64 for batch in by_time for target in batch.targets)
+    assert not torch.equal(by_time[0].images, epochs[1][0].images)
     plain = list(trainer_of(*shared).make_batches(4, 0))
     assert all(torch.equal(x.images, y.images) for x, y in zip(epochs[4], plain, strict=True))
 

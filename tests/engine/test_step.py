@@ -145,11 +145,12 @@ def test_accumulation_exchanges_gradients_once() -> None:
 def reduced() -> tuple[float, ...]:
     rank = distributed.rank()
     loss = torch.tensor([2.0, float("nan")][rank])
-    return tuple(reduce_flags(loss, stop=rank == 1, save=rank == 0, replaced=2 * rank).tolist())
+    flags = reduce_flags(loss, stop=rank == 1, save=rank == 0, replaced=2 * rank, seconds=[2.5, 0.0][rank])
+    return tuple(flags.tolist())
 
 
 def test_every_rank_gets_the_same_flags() -> None:
-    assert run_together(2, reduced) == [(2.0, 1.0, 1.0, 1.0, 2.0)] * 2
+    assert run_together(2, reduced) == [(2.0, 1.0, 1.0, 1.0, 2.0, 2.5)] * 2
 
 
 @pytest.mark.default_tier("detr", "rtdetr", "deformable_detr_two_stage", "dn_detr")

@@ -22,6 +22,7 @@ from detr_bf.common.devices import HostCopy
 from detr_bf.common.errors import InputError, Interrupted, TrainingError
 from detr_bf.engine import Checkpoint, LearningRate, MetricsLog, RunFolder, Trainer, TrainingStep, TrainSettings
 from detr_bf.engine.checkpoint import load_checkpoint
+from detr_bf.engine.optimizer import RunSchedule
 from detr_bf.engine.recovery import load_capture
 from detr_bf.engine.state import TrainingState
 from detr_bf.evaluation import ScoreThresholds
@@ -71,6 +72,7 @@ def make(
     *,
     model: nn.Module | None = None,
     batches: Callable[[int, int], Examples] = examples,
+    phases: list[int] | None = None,
     evaluate: Scores | None = None,
     resume_from: Checkpoint | None = None,
     new_val: bool = False,
@@ -88,11 +90,18 @@ def make(
     trained = TrainSettings(**{"epochs": 2, "log_every": 1, "clip_norm": 0.5, **settings})
     parameters = [{"name": "all", "params": list(model.parameters()), "lr": 0.1, "base_lr": 0.1}]
     total = trained.epochs * math.ceil(BATCHES / trained.accumulate)
+
+    def make_batches(epoch: int, start: int, phase: int) -> Iterator[Examples]:
+        if phases is not None:
+            phases.append(phase)
+        return (batches(epoch, number) for number in range(start, BATCHES))
+
     trainer = Trainer(
         step=TrainingStep(model, squared_error, device, precision),
         optimizer=optimizer(parameters, fused=True),
         learning_rate=LearningRate("cosine", total_steps=total, warmup_steps=2),
-        make_batches=lambda epoch, start: (batches(epoch, number) for number in range(start, BATCHES)),
+        reschedule=lambda steps: RunSchedule(LearningRate("cosine", steps, warmup_steps=2), [0.1], 1 - 6 / steps, 0),
+        make_batches=make_batches,
         batches_per_epoch=BATCHES,
         evaluate=evaluate or Scores(),
         settings=trained,
@@ -135,6 +144,84 @@ def plain_loop(epochs: int, accumulate: int, clip: float, decay: float, warmup: 
             for mean, value in zip(average.parameters(), model.parameters(), strict=True):
                 mean.copy_(value if step == 0 else kept * mean + (1 - kept) * value)
     return model, average
+
+
+class Clock:
+    """A clock that advances by the given seconds at a batch, an evaluation and a checkpoint."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, batch: float = 1.0, slow: float = 0.0) -> None:
+        self.now, self.batch, self.slow = 0.0, batch, slow
+        monkeypatch.setattr("detr_bf.engine.state.time.monotonic", lambda: self.now)
+        save = TrainingState.save
+
+        def saving(state: TrainingState, *others: Path) -> None:
+            self.now += 50
+            save(state, *others)
+
+        monkeypatch.setattr(TrainingState, "save", saving)
+
+    def batches(self, epoch: int, number: int) -> Examples:
+        """Return a batch; the first one of the run takes ``slow`` seconds more."""
+        self.now += self.batch + (self.slow if (epoch, number) == (0, 0) else 0)
+        return examples(epoch, number)
+
+    def evaluate(self) -> Scores:
+        clock = self
+
+        class Slow(Scores):
+            def __call__(self, model: nn.Module, should_stop: Callable[[], bool]) -> Result:
+                clock.now += 100
+                return super().__call__(model, should_stop)
+
+        return Slow()
+
+
+@pytest.mark.parametrize("slow", [0.0, 9.0])
+def test_a_run_by_time_ends_with_its_minutes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow: float) -> None:
+    """Neither ``epochs`` nor evaluations and checkpoints count, and the schedule ends with the minutes."""
+    clock, phases = Clock(monkeypatch, slow=slow), list[int]()
+    timed = {"minutes": 40 / 60, "checkpoint_every": 3, "ema_decay": 0.9}
+    trainer = make(tmp_path, batches=clock.batches, phases=phases, evaluate=clock.evaluate(), **timed)
+    trainer.train()
+    steps = 40 - int(slow)
+    assert (trainer.progress.step, trainer.progress.seconds) == (steps, 40)
+    assert trainer.progress.evaluated_step == steps
+    assert phases == ([0] * 4 + [1] * 4 if not slow else [0] * 3 + [1] * 4)  # of 2 epochs: each half of the minutes
+    rates = [record["lr/all"] for record in records(tmp_path, "train")]
+    rate = LearningRate("cosine", total_steps=steps, warmup_steps=2)
+    assert rates[4:] == pytest.approx([0.1 * rate(step) for step in range(4, steps)])
+    assert trainer.ema is not None
+    assert trainer.ema.decay == 1 - 6 / steps
+
+
+@pytest.mark.parametrize("step", [2, 13])
+def test_a_resumed_run_by_time_goes_on_with_the_minutes_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = Clock(monkeypatch)
+
+    def stopping(epoch: int, number: int) -> Examples:
+        if epoch * BATCHES + number == step - 1:
+            signal.raise_signal(signal.SIGTERM)
+        return clock.batches(epoch, number)
+
+    torch.manual_seed(1)
+    whole = make(tmp_path / "whole", batches=clock.batches, minutes=0.5)
+    whole.train()
+    torch.manual_seed(1)
+    with pytest.raises(Interrupted):
+        make(tmp_path / "parts", batches=stopping, minutes=0.5).train()
+    last, clock.now = load_checkpoint(tmp_path / "parts" / "last.pt"), 1e6
+    resumed = make(tmp_path / "parts", batches=clock.batches, minutes=0.5, resume_from=last)
+    resumed.train()
+    assert resumed.progress == whole.progress
+    assert whole.progress.step == 30
+    if step > 4:  # before that the time of a step is measured again
+        for name, value in whole.model.state_dict().items():
+            assert torch.equal(resumed.model.state_dict()[name], value), name
+    longer = make(tmp_path / "parts", minutes=1, resume_from=load_checkpoint(tmp_path / "parts" / "last.pt"))
+    assert longer.learning_rate.total_steps == 60
+    assert not longer.finished
 
 
 def test_freed_memory_is_kept_with_each_window_of_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

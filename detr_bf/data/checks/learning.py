@@ -40,6 +40,7 @@ class Training(NamedTuple):
     square: bool  # images become squares of short_side
     divisor: int = 1  # of the sides of resized images
     drops: bool = False  # the learning rate falls at optimizer.drop_epochs
+    minutes: float | None = None  # instead of epochs
 
 
 class Learned(NamedTuple):
@@ -67,6 +68,10 @@ def learning_lines(learned: Learned, training: Training) -> Iterator[str]:
     steps, per_epoch = _steps(learned.images, training)
     together = min(training.images_together, learned.images)  # a batch of more images than there are has all of them
     stopped = " (train.max_steps)" if steps < training.epochs * per_epoch else ""
+    if training.minutes is not None:
+        of = counted(together * training.accumulate, "image")
+        yield f"  train.minutes={training.minutes:g}; an epoch: {counted(per_epoch, 'step')} of {of}"
+        return
     yield (
         f"  {counted(training.epochs, 'epoch')} x {counted(per_epoch, 'step')} of "
         f"{counted(together * training.accumulate, 'image')}: {counted(steps, 'step')}{stopped}, "
@@ -78,7 +83,9 @@ def learning_findings(learned: Learned, val: Split | None, training: Training) -
     """Yield a warning for each number that is small, with what to change."""
     steps, per_epoch = _steps(learned.images, training)
     least = LEAST_STEPS_FINE_TUNING if training.fine_tuned else LEAST_STEPS
-    if steps == training.epochs * per_epoch < least:  # a trial run is ended by train.max_steps on purpose
+    if (
+        training.minutes is None and steps == training.epochs * per_epoch < least
+    ):  # a trial run is ended by train.max_steps on purpose
         drops = " (and optimizer.drop_epochs with it)" if training.drops else ""
         start = "" if training.fine_tuned else ", or start from a trained detector with init_from=FILE"
         yield _warning(

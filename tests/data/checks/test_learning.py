@@ -54,6 +54,13 @@ def lines(train: Split, training: Training) -> list[str]:
     return list(learning_lines(learned_from(train, training), training))
 
 
+def test_the_steps_of_a_run_by_time_are_not_judged() -> None:
+    by_time = PLENTY._replace(epochs=1, minutes=15)
+    assert codes(images(LEAST_TRAIN_IMAGES), PLENTY._replace(epochs=1)) == ["few-steps"]
+    assert codes(images(LEAST_TRAIN_IMAGES), by_time) == []
+    assert lines(images(12), by_time)[-1] == "  train.minutes=15; an epoch: 2 steps of 8 images"
+
+
 def test_lines_by_hand() -> None:
     """A clipped box, an empty one and a crowd; 200 x 400 becomes 75 x 150, because of max_size."""
     boxes = [
