@@ -34,7 +34,7 @@ class Checkpoint:
     model: dict[str, Tensor]
     class_map: dict[str, Any]  # ClassMap.to_dict
     config: dict[str, Any]
-    ema: dict[str, Tensor] | None = None  # averaged weights, used for evaluation
+    ema: dict[str, Tensor] | None = None  # averaged weights
     training: dict[str, Any] | None = None  # optimizer, scaler, RNG, progress
     thresholds: dict[str, Any] | None = None  # of a detector: ScoreThresholds of its last evaluation
     format: int = CHECKPOINT_FORMAT
@@ -60,8 +60,9 @@ class Checkpoint:
 
     @property
     def weights(self) -> dict[str, Tensor]:
-        """The weights for evaluation."""
-        return self.ema if self.ema is not None else self.model
+        """The averaged weights, if there are any and the last evaluation did not find the others better."""
+        raw_is_better = self.training is not None and bool(self.training["progress"].get("raw_is_better"))
+        return self.model if self.ema is None or raw_is_better else self.ema
 
     def save(self, path: Path, previous: Path | None = None) -> None:
         """Write atomically: a crash leaves the old file intact, and success renames the old file to ``previous``."""

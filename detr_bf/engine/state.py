@@ -46,6 +46,8 @@ class Progress:
     best_step: int = 0  # the step of the best checkpoint; 0: no evaluation has a score
     best_epoch: float = 0.0  # epochs done at that step
     improved_epoch: float = 0.0  # epochs done at the first evaluation with the best score
+    raw_is_better: int = 0  # 1: than the averaged weights, in the last evaluation
+    best_is_raw: int = 0  # 1: the best checkpoint is for its weights, not for their average
     skipped: int = 0  # steps skipped because they were not finite
     replaced: int = 0  # unreadable images of this epoch
     seconds: float = 0.0  # of training by train.minutes, see TrainingClock; 0 without
@@ -223,7 +225,7 @@ class TrainingState:
         state = checkpoint.state_to_resume(source)
         load_strict(self.model, checkpoint.model, source)
         if self.ema is not None:
-            load_strict(self.ema.module, checkpoint.weights, source)
+            load_strict(self.ema.module, checkpoint.model if checkpoint.ema is None else checkpoint.ema, source)
             self.ema.n_averaged.fill_(state["averaged"])
         load_optimizer(self.optimizer, state["optimizer"], source)
         try:

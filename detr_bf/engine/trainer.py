@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -46,6 +47,7 @@ from detr_bf.losses import LossReport
 
 logger = logging.getLogger(__name__)
 
+SCORE_RAW, SCORE_AVERAGED = "score/raw", "score/averaged"  # names in metrics.jsonl
 MEASURED_STEPS = 3  # after the first one, which is slower; their mean time tells how many steps a run will have
 
 
@@ -152,6 +154,8 @@ class Trainer:
         )
         if self.resume_from is not None:
             self._resume(self.resume_from)
+        self.scores: dict[str, float] = {}  # of the last evaluation, of raw and averaged weights if both are evaluated
+        self._evaluated: nn.Module | None = None  # last
         self.clock = TrainingClock(self.progress.seconds)
         self._step_ends: list[float] = []  # seconds after the last few steps, until the time of a step is measured
         if distributed.is_main() and (self.resume_from is None or self.new_val):
@@ -193,8 +197,8 @@ class Trainer:
             progress.best_score, progress.best_loss = -math.inf, None
             progress.best_step, progress.best_epoch, progress.improved_epoch = 0, 0.0, 0.0
         if minutes is not None:
-            place = progress.step, progress.seconds / 60, minutes, self.epochs_done
-            logger.info("resumed at step %d, after %.2f of %g minutes and %.4g epochs", *place)
+            text = "resumed at step %d, after %.2f of %g minutes and %.4g epochs"
+            logger.info(text, progress.step, progress.seconds / 60, minutes, self.epochs_done)
             if progress.step_seconds:
                 self._reschedule()
             return
@@ -227,11 +231,26 @@ class Trainer:
                 self.save()
                 self.log.log_epoch(self.epochs_done, self.progress.step, self.settings.accumulate)
                 self._evaluate_if_due()
-            return self.result or self._evaluate()
+            result = self.result or self._evaluate()
+            # the evaluation keeps the outputs of its last call, of which the files of the run are written
+            return result if self._evaluated is self.evaluation_model else self._evaluate_model(self.evaluation_model)
 
     def _bar_text(self) -> str:
         loss, minutes = f"loss {self._flags.loss / distributed.world_size():.3f}", self.settings.minutes
         return loss if minutes is None else f"{loss}, {self.progress.seconds / 60:.1f} of {minutes:g} min"
+
+    def measure_step(self) -> float:
+        """Run the first few steps of a trial, and return the mean seconds of those after the first one."""
+        self.model.train()
+        self._ddp_step = wrap_ddp(self.step, unused_parameters=self.settings.unused_parameters)
+        times = [time.perf_counter()]
+        while len(times) <= MEASURED_STEPS + 1 and not self.finished:
+            for batches in islice(self._rest_of_epoch(), MEASURED_STEPS + 2 - len(times)):
+                self.train_step(batches)
+                self._settle()  # waits for a GPU
+                times.append(time.perf_counter())
+        first = min(1, len(times) - 2)
+        return (times[-1] - times[first]) / (len(times) - 1 - first)
 
     def train_step(self, batches: Sequence[TrainingBatch]) -> None:
         """Run one optimizer step on the mean loss of ``batches``; skip it if the loss or gradient is not finite."""
@@ -392,8 +411,10 @@ class Trainer:
         if finished or epoch % self.settings.eval_every == 0:
             self.result = self._evaluate()
             self.state.thresholds = self.result.thresholds
-            self.log.write("val", step, {"epoch": epoch, "score": self.result.score, **self.result.metrics})
-            logger.info("epoch %d, step %d: %s", epoch, step, self.result)
+            record = {"epoch": epoch, "score": self.result.score, **self.scores, **self.result.metrics}
+            self.log.write("val", step, record)
+            scores = ", ".join(f"{name} {score:.4f}" for name, score in self.scores.items())
+            logger.info("epoch %d, step %d: %s%s", epoch, step, self.result, f" ({scores})" if scores else "")
             if self._is_best(self.result):
                 others.append(self.folder.best)
             progress.evaluated_step, progress.evaluated_epoch = step, self.epochs_done
@@ -415,6 +436,7 @@ class Trainer:
             return False
         progress.best_score, progress.best_loss = score, loss
         progress.best_step, progress.best_epoch = progress.step, self.epochs_done
+        progress.best_is_raw = progress.raw_is_better
         return True
 
     def _out_of_patience(self) -> bool:
@@ -429,7 +451,22 @@ class Trainer:
         return True
 
     def _evaluate(self) -> EvaluationResult:
-        model = self.evaluation_model
+        """Evaluate the weights, and their average if there is one; return the better result.
+
+        The weights that were better in the last evaluation come second.
+        """
+        if self.ema is None:
+            return self._evaluate_model(self.model)
+        models = {SCORE_RAW: self.model, SCORE_AVERAGED: self.ema.module}
+        names = sorted(models, reverse=bool(self.progress.raw_is_better), key=lambda name: name == SCORE_AVERAGED)
+        results = {name: self._evaluate_model(models[name]) for name in names}
+        self.scores = {name: result.score for name, result in results.items()}
+        raw, averaged = (-math.inf if math.isnan(score := self.scores[name]) else score for name in models)
+        self.progress.raw_is_better = int(raw > averaged)
+        return results[SCORE_RAW if raw > averaged else SCORE_AVERAGED]
+
+    def _evaluate_model(self, model: nn.Module) -> EvaluationResult:
+        self._evaluated = model
         distributed.broadcast_from_main(model.buffers())  # statistics of norms differ between ranks
         try:
             return self.evaluate(model, self._stopping)
@@ -513,12 +550,13 @@ class Trainer:
 
     @property
     def evaluation_model(self) -> nn.Module:
-        """The averaged weights if there are any, else the model."""
-        return self.model if self.ema is None else self.ema.module
+        """The averaged weights, if there are any and the last evaluation did not find the others better."""
+        return self.model if self.ema is None or self.progress.raw_is_better else self.ema.module
 
     @property
     def epochs_text(self) -> str:
         """The last epoch and the one with the best score, counted from 1, each with its checkpoint."""
         last, best = math.ceil(self.epochs_done), math.ceil(self.progress.best_epoch)
-        best_text = f", best epoch {best} ({self.folder.best.name})" if best else ", no epoch with a score"
+        which = f" with {'raw' if self.progress.best_is_raw else 'averaged'} weights" if self.ema is not None else ""
+        best_text = f", best epoch {best} ({self.folder.best.name}){which}" if best else ", no epoch with a score"
         return f"last epoch {last} ({self.folder.last.name}){best_text}"

@@ -26,6 +26,7 @@ _TOTAL: tuple[_Name, ...] = (
     ("stream/clean", "clean stream", "blue"),
     ("stream/batchformer", "BatchFormer stream", "red"),
 )
+_WEIGHTS: tuple[_Name, ...] = (("score/averaged", "averaged", "black"), ("score/raw", "raw", "orange"))
 _TERM_NAMES = {"loss_ce": "cross-entropy", "loss_localization": "relative localization"}
 _GROUP_NAMES = {"dn": "denoising"}
 _TERM = re.compile(r"loss_[a-z][a-z0-9_]{0,30}")
@@ -136,6 +137,7 @@ def curves(metrics: Metrics, plan: CurvePlan, weights: bool = True) -> list[Char
         ("Batch attention", _loss_lines(metrics.train, _attention_lines(metrics)), {"high": 1.0}),
         ("Learning rates", rate_lines, {}),
         ("Validation (%)", _score_lines(metrics, plan), {"mark": best}),
+        ("Score of the weights (%)", _percent_lines(metrics, _WEIGHTS), {}),
     )
     last = max((record["epoch"] for record in (*metrics.train, *metrics.val)), default=0.0)
     drawn = ((title, [line for line in lines if len(line.x)], more) for title, lines, more in found)
@@ -229,8 +231,9 @@ def _loss_lines(records: tuple[_Record, ...], lines: Iterable[_Name]) -> list[Li
 def _score_lines(metrics: Metrics, plan: CurvePlan) -> list[Line]:
     """Return the validation scores in percent."""
     groups = [line for line in plan.groups if series(metrics.val, line[0])[1]]
-    lines = []
-    for name, label, colour in (*(groups if len(groups) > 1 else ()), *plan.scores):
-        epochs, values = series(metrics.val, name)
-        lines.append(Line(label, epochs, [100 * value for value in values], colour))
-    return lines
+    return _percent_lines(metrics, (*(groups if len(groups) > 1 else ()), *plan.scores))
+
+
+def _percent_lines(metrics: Metrics, names: Iterable[_Name]) -> list[Line]:
+    found = ((label, *series(metrics.val, name), colour) for name, label, colour in names)
+    return [Line(label, epochs, [100 * value for value in values], colour) for label, epochs, values, colour in found]

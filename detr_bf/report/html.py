@@ -23,6 +23,7 @@ from detr_bf.common.files import (
     SHEET_FILE,
     WORST_FILE,
     is_file,
+    is_number,
     write_text,
 )
 from detr_bf.common.text import counted, printable
@@ -186,15 +187,25 @@ def _length(metrics: Metrics) -> list[str]:
     if not scores:
         return [length]
     best, last = _best(metrics), float(metrics.val[-1]["epoch"])
-    best_score = f"score {scores[best]:.4f}"
+    best_score = f"score {scores[best]:.4f}{_which(metrics, best)}"
     if epochs[best] == last:
         return [length, f"The last epoch, {last:g}, is the best ({best_score})."]
-    last_score = f"score {scores[-1]:.4f}" if epochs[-1] == last else "no score"
+    last_score = f"score {scores[-1]:.4f}{_which(metrics, -1)}" if epochs[-1] == last else "no score"
     return [
         length,
         f"Best epoch {epochs[best]:g} (best.pt, {best_score}), last epoch {last:g} (last.pt, {last_score}); "
         "the results on this page are those of the last epoch.",
     ]
+
+
+def _which(metrics: Metrics, index: int) -> str:
+    """Return which weights have the score of an evaluation, if raw and averaged ones were evaluated."""
+    record = [each for each in metrics.val if series([each], "score")[1]][index]
+    scores = {name: record.get(f"score/{name}") for name in ("averaged", "raw")}
+    if not all(map(is_number, scores.values())):
+        return ""
+    better, worse = sorted(scores, key=lambda name: float(scores[name] or 0), reverse=True)
+    return f" with {better} weights, {scores[worse]:.4f} with {worse} ones"
 
 
 def _best(metrics: Metrics) -> int:

@@ -336,6 +336,38 @@ def test_among_equal_scores_the_lower_loss_or_the_later_epoch_is_best(
     assert saved["progress"]["step"] == best * BATCHES
 
 
+@pytest.mark.parametrize(
+    ("scores", "calls", "best", "which"),
+    [
+        ((0.3, 0.1, 0.05, 0.2), "raw averaged averaged raw", 1, "raw"),
+        ((0.3, 0.1, 0.6, 0.4, 0.6), "raw averaged averaged raw averaged", 2, "averaged"),  # outputs of the better ones
+        ((0.3, 0.3, 0.2, 0.1, 0.2), "raw averaged raw averaged raw", 1, "averaged"),
+        ((math.nan, 0.1, 0.0, 0.2), "raw averaged raw averaged", 2, "averaged"),
+    ],
+)
+def test_the_better_of_raw_and_averaged_weights_are_those_of_the_best(
+    tmp_path: Path, scores: tuple[float, ...], calls: str, best: int, which: str
+) -> None:
+    """The order of the evaluations is such that the last one is as a rule that of the better weights."""
+    evaluate = Scores(scores)
+    trainer = make(tmp_path, epochs=2, ema_decay=0.9, evaluate=evaluate)
+    result = trainer.train()
+    states = {"raw": trainer.model.state_dict(), "averaged": trainer.ema.module.state_dict() if trainer.ema else {}}
+    found = [
+        "".join(name for name, state in states.items() if all(torch.equal(x, seen[key]) for key, x in state.items()))
+        for seen in evaluate.seen[2:]
+    ]
+    assert found == calls.split()[2:]
+    assert trainer.epochs_text.endswith(f"best epoch {best} (best.pt) with {which} weights")
+    assert result.score == scores[len(calls.split()) - 1], "that of the last evaluation, whose outputs are written"
+    checkpoint = load_checkpoint(tmp_path / "best.pt")
+    assert checkpoint.weights is (checkpoint.model if which == "raw" else checkpoint.ema)
+    for record, names, of_epoch in zip(records(tmp_path, "val"), (calls.split()[:2], found[:2]), (0, 2), strict=True):
+        numbers = [None if math.isnan(each) else each for each in scores[of_epoch : of_epoch + 2]]
+        assert {f"score/{name}": number for name, number in zip(names, numbers, strict=True)}.items() <= record.items()
+        assert record["score"] == max(each for each in numbers if each is not None)
+
+
 @pytest.mark.parametrize(("none", "epochs"), [(0.0, 6), (-math.inf, 6), (-1.0, 3)])
 def test_patience_counts_from_the_first_score_that_is_not_zero(tmp_path: Path, none: float, epochs: int) -> None:
     scores = (none, none, none, 0.1, 0.05, 0.1, 0.3)

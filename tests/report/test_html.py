@@ -122,6 +122,17 @@ def test_the_best_and_the_last_epoch_are_named(run_dir: Path, scores: tuple[floa
     assert ("score" in everything.split("COCO")[0]) == any(scores)
 
 
+def test_the_scores_of_raw_and_averaged_weights_are_named(run_dir: Path) -> None:
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        for epoch, (raw, averaged) in enumerate(((0.2, 0.6), (0.5, 0.4)), start=1):
+            record = {"kind": "val", "step": 10 * epoch, "epoch": epoch, "score": max(raw, averaged)}
+            file.write(json.dumps(record | {"score/raw": raw, "score/averaged": averaged}) + "\n")
+    everything = " ".join(Page(write_report(run_dir).read_text()).texts)
+    assert "(best.pt, score 0.6000 with averaged weights, 0.2000 with raw ones)" in everything
+    assert "(last.pt, score 0.5000 with raw weights, 0.4000 with averaged ones)" in everything
+    assert "Score of the weights (%)" in everything
+
+
 def test_user_text_is_escaped(run_dir: Path) -> None:
     page = Page(write_report(run_dir, title="a <b>title</b>").read_text())
     assert page.texts.count("a <b>title</b>") == 2  # the heading, and the title of the window
