@@ -20,6 +20,7 @@ from detr_bf.common.extensions import extended
 from detr_bf.common.structures import Batch, ClassMap
 from detr_bf.common.text import printable
 from detr_bf.config import DetectionConfig
+from detr_bf.config.common import AUTO, resolved_number
 from detr_bf.config.data import DataConfig, SplitConfig
 from detr_bf.data.augment import Augmentation
 from detr_bf.data.batches import SampleKey
@@ -310,8 +311,10 @@ def training_amount(config: DetectionConfig) -> Training:
         max_size=transforms.max_size,
         square=transforms.square is not None,
         divisor=config.size_divisor,
-        drops=config.optimizer.schedule == "step",
+        drops=config.optimizer.schedule == "step" and config.optimizer.drop_epochs is not None,
         minutes=train.minutes,
+        decay=resolved_number(train.ema.decay) if train.ema.enabled and train.ema.decay != AUTO else None,
+        average_warmup=train.ema.warmup_steps,
     )
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -18,9 +20,10 @@ from detr_bf.common.files import cache_folder, check_weights
 from detr_bf.common.structures import ClassMap
 from detr_bf.common.text import counted, listed
 from detr_bf.config import DetectionConfig, RunConfig, config_to_dict, flatten_settings
-from detr_bf.config.common import EMA_SPANS, LoadingConfig
+from detr_bf.config.common import AUTO, LoadingConfig, resolved_number
 from detr_bf.data.batches import EpochBatches, derive_seed
 from detr_bf.data.checks.files import ImageRecord, check_files, grey_bits_of
+from detr_bf.data.checks.learning import fitting_decay, slow_average
 from detr_bf.detectors import Detector
 from detr_bf.engine import (
     Checkpoint,
@@ -38,8 +41,14 @@ from detr_bf.interop.published import find_weights
 
 logger = logging.getLogger(__name__)
 
-MOST_OF_THE_FIRST = 0.05  # share of the first weights in the averaged weights at the end of a run
-_MOST_UPDATES = 10**6  # after which a warm-up of the average changes nothing more
+RUN_STEPS = 3000  # of a run whose length is not given
+WARMUP_STEPS = 100  # of a run of at least ten times as many
+# Learning rate of RT-DETR without a trained detector to start from, in a run of RUN_STEPS steps. It is multiplied by
+# sqrt(RUN_STEPS / steps), within the limits, of which the lower one is the rate of its recipes.
+SCRATCH_RATE = 4e-4
+LEAST_RATE, MOST_RATE = 1e-4, 2e-3
+
+C = TypeVar("C", bound=RunConfig)
 
 PRECISIONS = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -177,8 +186,48 @@ def epoch_batches(config: RunConfig, num_samples: int, **settings: Any) -> parti
     )
 
 
+def resolved(config: C, steps: int) -> C:
+    """Return a copy of the config in which numbers for a run of that many optimizer steps replace ``auto``.
+
+    It is the one place that chooses them (docs/fine_tuning.md).
+
+    Raises:
+        InputError: ``optimizer.lr=auto`` of another model than RT-DETR.
+    """
+    optimizer, average, epochs = config.optimizer, config.train.ema, config.train.epochs
+    chosen: dict[str, Any] = {}
+    if optimizer.lr == AUTO:
+        if not isinstance(config, DetectionConfig) or config.model.name not in ("rtdetr", "rtdetrv2"):
+            raise InputError("optimizer.lr=auto is known for RT-DETR only: give a number, such as that of a recipe")
+        rate = LEAST_RATE if config.init_from else SCRATCH_RATE * math.sqrt(RUN_STEPS / max(1, steps))
+        chosen["lr"] = float(f"{min(MOST_RATE, max(LEAST_RATE, rate)):.2g}")
+    if getattr(optimizer, "backbone_lr", 0.0) == AUTO:
+        chosen["backbone_lr"] = float(f"{resolved_number(chosen.get('lr', optimizer.lr)) / 10:.2g}")
+    if optimizer.warmup_steps == AUTO:
+        chosen["warmup_steps"] = min(WARMUP_STEPS, steps // 10)
+    if optimizer.drop_epochs is None:
+        chosen["drop_epochs"] = [max(1, round(0.8 * epochs))] if epochs > 1 else []
+    decay = fitting_decay(steps) if average.decay == AUTO else average.decay
+    train = replace(config.train, ema=replace(average, decay=decay))
+    return replace(config, optimizer=replace(optimizer, **chosen), train=train)
+
+
+def resolved_text(config: RunConfig, steps: int) -> str:
+    """Return the settings that :func:`resolved` chooses, as on the command line; empty if there are none."""
+    before, after = (flatten_settings(config_to_dict(each)) for each in (config, resolved(config, steps)))
+    unused = [] if config.train.ema.enabled else ["train.ema.decay"]
+    unused += [] if config.optimizer.schedule == "step" else ["optimizer.drop_epochs"]
+    return " ".join(
+        f"{name}={json.dumps(value, separators=(',', ':'))}"
+        for name, value in after.items()
+        if value != before[name] and name not in unused
+    )
+
+
 def learning_rate(config: RunConfig, batches_per_epoch: int, steps: int | None = None) -> LearningRate:
-    """Return the schedule over the steps of the run; image models add a warm-up in epochs and a final rate above 0.
+    """Return the schedule over the steps of the run, of a :func:`resolved` config.
+
+    Image models add a warm-up in epochs and a final rate above 0.
 
     A warm-up longer than the run, such as that of a recipe in a short fine-tuning, becomes a tenth of all steps, with a
     warning. A run that ``train.max_steps`` ends early has the schedule of the whole run, to go on without a jump.
@@ -190,25 +239,26 @@ def learning_rate(config: RunConfig, batches_per_epoch: int, steps: int | None =
     total = config.train.epochs * math.ceil(batches_per_epoch / config.train.accumulate) if steps is None else steps
     steps_per_epoch = total / config.train.epochs
     warmup_epochs = getattr(optimizer, "warmup_epochs", 0.0)  # this and min_lr are settings of image models only
-    min_factor = getattr(optimizer, "min_lr", 0.0) / optimizer.lr if optimizer.lr else 0.0
+    lr, drop_epochs = resolved_number(optimizer.lr), optimizer.drop_epochs or []
+    min_factor = getattr(optimizer, "min_lr", 0.0) / lr if lr else 0.0
     flat = optimizer.schedule == "flat_cosine"
     if flat:
         min_factor = optimizer.final_factor
-    warmup_steps = optimizer.warmup_steps + round(warmup_epochs * steps_per_epoch)
+    warmup_steps = round(resolved_number(optimizer.warmup_steps) + warmup_epochs * steps_per_epoch)
     warmup_steps = _fitting_warmup(config, total, warmup_steps, warmup_epochs)
     if (config.train.max_steps or total) >= total:
-        drops = [epoch for epoch in optimizer.drop_epochs if 0 < epoch < config.train.epochs]
+        drops = [epoch for epoch in drop_epochs if 0 < epoch < config.train.epochs]
         if optimizer.schedule == "step" and not drops:
             logger.warning(
                 "optimizer.schedule=step, optimizer.drop_epochs=%s: the learning rate never falls in train.epochs=%d",
-                list(optimizer.drop_epochs),
+                drop_epochs,
                 config.train.epochs,
             )
     return LearningRate(
         schedule=optimizer.schedule,
         total_steps=total,
         warmup_steps=warmup_steps,
-        drop_steps=tuple(epoch * steps_per_epoch for epoch in optimizer.drop_epochs),
+        drop_steps=tuple(epoch * steps_per_epoch for epoch in drop_epochs),
         drop_factor=optimizer.drop_factor,
         min_factor=min_factor,
         flat_steps=optimizer.flat_epochs * steps_per_epoch if flat else 0,
@@ -220,42 +270,30 @@ def _fitting_warmup(config: RunConfig, total: int, warmup_steps: int, warmup_epo
     """Return the warm-up steps, or a tenth of all steps where the run is not longer than them."""
     if warmup_steps < total or not warmup_steps:
         return warmup_steps
+    minutes = getattr(config.train, "minutes", None)  # a setting of detectors only
     setting = f"warmup_epochs={warmup_epochs:g}" if warmup_epochs else f"warmup_steps={config.optimizer.warmup_steps}"
     logger.warning(
-        "optimizer.%s: the warm-up of %d steps would not be over when train.epochs=%d are, after %d steps: it is "
-        "shortened to a tenth of the run, %d steps",
+        "optimizer.%s: the warm-up of %d steps would not be over when train.%s are, after %d steps: it is shortened to "
+        "a tenth of the run, %d steps",
         setting,
         warmup_steps,
-        config.train.epochs,
+        f"epochs={config.train.epochs}" if minutes is None else f"minutes={minutes:g}",
         total,
         total // 10,
     )
     return total // 10
 
 
-def warn_of_slow_average(config: RunConfig, batches_per_epoch: int) -> None:
-    """Log a warning if the averaged weights of a whole run would still hold much of its first weights at the end.
+def warn_of_slow_average(config: RunConfig, steps: int) -> None:
+    """Log a warning if the averaged weights of a run of that many steps would still hold much of its first weights.
 
-    A trial run that ``train.max_steps`` ends is not warned about.
+    A trial run that ``train.max_steps`` ends is not warned about. The data check of detectors says it as well.
     """
-    train, average = config.train, config.train.ema
-    steps = train.epochs * math.ceil(batches_per_epoch / train.accumulate)
-    if not average.enabled or steps > (train.max_steps or steps):
+    average = config.train.ema
+    if not average.enabled or steps > (config.train.max_steps or steps):
         return
-    kept = average.decay ** (steps - 1)  # the first update copies the weights
-    if average.warmup_steps:
-        updates = torch.arange(2, min(steps, _MOST_UPDATES) + 1, dtype=torch.float64)
-        kept *= float((1 - torch.exp(-updates / average.warmup_steps)).prod())
-    if kept > MOST_OF_THE_FIRST:
-        logger.warning(
-            "train.ema.decay=%g is too slow for a run of %d steps: at the end the averaged weights, which are "
-            "evaluated, would still hold %.0f %% of the weights after the first step. Set train.ema.decay=%.4g, "
-            "train more epochs, or set train.ema.enabled=false",
-            average.decay,
-            steps,
-            100 * kept,
-            max(0.0, 1 - EMA_SPANS / steps),
-        )
+    if text := slow_average(resolved_number(average.decay), average.warmup_steps, steps):
+        logger.warning("ema-too-slow: %s; %s", *text)
 
 
 def train_settings(config: RunConfig, num_images: int, *, unused_parameters: bool = False) -> TrainSettings:
@@ -264,7 +302,7 @@ def train_settings(config: RunConfig, num_images: int, *, unused_parameters: boo
     return TrainSettings(
         epochs=train.epochs,
         max_steps=train.max_steps,
-        minutes=getattr(train, "minutes", None),  # a setting of detectors only
+        minutes=getattr(train, "minutes", None),
         batch_images=min(num_images, train.batch_size * distributed.world_size()),
         accumulate=train.accumulate,
         clip_norm=config.optimizer.clip_norm,
@@ -274,7 +312,7 @@ def train_settings(config: RunConfig, num_images: int, *, unused_parameters: boo
         keep_every=config.checkpoint.keep_every,
         eval_every=train.eval_every,
         patience=train.patience,
-        ema_decay=train.ema.decay if train.ema.enabled else None,
+        ema_decay=resolved_number(train.ema.decay) if train.ema.enabled else None,
         ema_warmup_steps=train.ema.warmup_steps,
         seed=config.seed,
         max_skipped=train.max_skipped,
@@ -309,8 +347,8 @@ def build_groups(config: DetectionConfig, model: Detector) -> list[dict[str, Any
     """
     groups = parameter_groups(
         model,
-        lr=config.optimizer.lr,
-        backbone_lr=config.optimizer.backbone_lr,
+        lr=resolved_number(config.optimizer.lr),
+        backbone_lr=resolved_number(config.optimizer.backbone_lr),
         weight_decay=config.optimizer.weight_decay,
         point_lr_factor=config.optimizer.point_lr_factor,
         decay_vectors=config.optimizer.decay_vectors,

@@ -23,6 +23,7 @@ from detr_bf.classification.masked_autoencoder import MaskedAutoencoder, initial
 from detr_bf.classification.masked_config import MaskedConfig
 from detr_bf.classification.network import build_network
 from detr_bf.common.errors import InputError, prefix_errors
+from detr_bf.config.common import resolved_number
 from detr_bf.engine import build_optimizer, image_parameter_groups
 from detr_bf.plugins import add_batchformer, add_batchformer_v2, add_diverse_patch, ramped
 from detr_bf.plugins.batchformer import classifiers_of
@@ -232,7 +233,7 @@ def image_optimizer(config: ClassifierConfig | MaskedConfig, network: nn.Module)
     batch_former = config.batch_former if isinstance(config, MaskedConfig) else config.plugins.batch_former
     groups = image_parameter_groups(
         network,
-        lr=optimizer.lr,
+        lr=resolved_number(optimizer.lr),
         weight_decay=optimizer.weight_decay,
         decay_vectors=optimizer.decay_vectors,
         batch_former_lr_factor=batch_former.lr_factor,

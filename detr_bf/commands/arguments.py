@@ -113,7 +113,7 @@ _TRAIN = """Train what a config describes: a detector, a classifier or a masked 
 
 detr-bf train detr_r50_bfv2 data.train.images=DIR data.train.annotations=FILE ...
 detr-bf train configs/demo.yaml mine.yaml train.epochs=12 output_dir=runs/mine
-detr-bf train mine.yaml --dry-run          # everything up to the first step
+detr-bf train mine.yaml --dry-run          # all checks and the time of a step
 torchrun --nproc-per-node=8 -m detr_bf train detr_r50_bfv2 train.batch_size=2
 """
 _EVALUATE = """Evaluate a trained run, a checkpoint or published weights.
@@ -176,7 +176,7 @@ def train_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--resume", action="store_true", help="resume from output_dir/last.pt")
     parser.add_argument("--auto-resume", action="store_true", help="resume if output_dir has a checkpoint, else start")
     parser.add_argument(
-        "--dry-run", action="store_true", help="do everything up to the first step, and write nothing to output_dir"
+        "--dry-run", action="store_true", help="check everything, time a few steps, and write nothing to output_dir"
     )
     parser.add_argument(
         "--eval-only", action="store_true", help="evaluate output_dir, or the weights given as init_from=FILE"
@@ -206,7 +206,7 @@ def finetune_arguments(given: Sequence[str] | None = None) -> argparse.Namespace
     parser.add_argument("--init-from", metavar="RUN", help=f"trained detector to start from: {TRAINED_HELP}")
     parser.add_argument("--augment", metavar="NAME", help="none, light or strong; default: by the length of the run")
     parser.add_argument("--resume", action="store_true", help="continue the run in the folder if there is one")
-    parser.add_argument("--dry-run", action="store_true", help="do everything up to the first step, and write nothing")
+    parser.add_argument("--dry-run", action="store_true", help="check everything, time a few steps, and write nothing")
     return parser.parse_intermixed_args(given)
 
 
@@ -298,8 +298,8 @@ def plan_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
         "--gpu", default="h100", metavar="NAME", help="such as h200, a100, v100, l4, t4 or rtx4090; default %(default)s"
     )
     parser.add_argument("--gpu-memory", type=float, metavar="GB", help="memory of a GPU; default from its data sheet")
-    parser.add_argument("--images", type=int, metavar="N", help="in the training data; default COCO's")
-    parser.add_argument("--classes", type=int, metavar="N", help="in the training data; default COCO's")
+    parser.add_argument("--images", type=int, metavar="N", help="to train on; default those of data.root, else COCO's")
+    parser.add_argument("--classes", type=int, metavar="N", help="likewise")
     parser.add_argument(
         "--published-batch", type=int, metavar="N", help="total batch of the published rates; default the file's"
     )

@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from detr_bf.assembly.data import data_source
+from detr_bf.assembly.training import RUN_STEPS
 from detr_bf.common.errors import InputError
 from detr_bf.common.files import check_output_file, is_folder, write_text
 from detr_bf.common.text import listed, printable, safe_message
 from detr_bf.config import DetectionConfig, config_to_dict, flatten_settings, load_config, packaged_configs
 from detr_bf.data.checks.annotations import Report
 from detr_bf.data.coco import CocoAnnotations, read_annotations
-from detr_bf.inference.finetuning import MOST_EPOCHS, RUN_STEPS, chosen_settings, fine_tuning_files
+from detr_bf.inference.finetuning import MOST_EPOCHS, chosen_settings, fine_tuning_files
 from detr_bf.tasks import task_of
 from detr_bf.tasks.corrected import yaml_text
 
@@ -37,15 +38,16 @@ _COMMENTS = {  # of settings, in the order of the file; the others follow as tho
     "data.plain_last_epochs": "last epochs without augmentation; with augment_strong a tenth of train.epochs",
     "data.transforms.horizontal_flip": "0 where left and right have a meaning (text, arrows)",
     "train.epochs": f"about {RUN_STEPS:,} steps, at most {MOST_EPOCHS} epochs; more if AP still rises at the end",
+    "train.minutes": "minutes of training instead of train.epochs",
     "train.batch_size": "images of a step on one GPU; train.auto_batch=true chooses it by the GPU's memory",
     "train.accumulate": "batches of a step",
     "train.patience": "epochs without a better AP after which training ends; 0: never",
     "train.precision": "float32, bf16, fp16, or auto: by the GPU, float32 on a CPU",
-    "optimizer.lr": "of RT-DETR: chosen for this number of steps; with init_from set it to that of the recipe",
-    "optimizer.backbone_lr": "as a rule a tenth of lr",
+    "optimizer.lr": "auto: of RT-DETR, by the number of steps; with init_from that of the recipe",
+    "optimizer.backbone_lr": "auto: a tenth of lr",
     "optimizer.schedule": "of the learning rate",
-    "optimizer.warmup_steps": "steps with a rising learning rate",
-    "train.ema.decay": "of the averaged weights: 1 - 6 / steps of the run, at most 0.9997",
+    "optimizer.warmup_steps": "steps with a rising learning rate; auto: a tenth of the steps, at most 100",
+    "train.ema.decay": "of the averaged weights; auto: 1 - 6 / steps of the run, at most 0.9997",
     "model.num_queries": "more than the objects of any image, see too-many-objects of the checks",
 }
 
@@ -90,7 +92,7 @@ def _head(path: Path, model: str, config: DetectionConfig, content: CocoAnnotati
     yield f"# Written by detr-bf new. Settings without a comment are as in {model}, finetune or augment_*."
     yield "# docs/settings.md has all settings."
     yield f"#   detr-bf check {shown}              checks the data"
-    yield f"#   detr-bf train {shown} --dry-run    does everything up to the first step"
+    yield f"#   detr-bf train {shown} --dry-run    checks everything and times a step"
     yield f"#   detr-bf train {shown}              trains, evaluates and writes a report to {run}"
     yield f"#   detr-bf predict {run} IMAGE --output found"
     yield "# Data:"

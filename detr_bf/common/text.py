@@ -61,3 +61,15 @@ def _escaped(letter: str) -> str:
     if unicodedata.category(letter) in ("Cc", "Cf", "Cs", "Zl", "Zp") and letter not in _JOINERS:
         return letter.encode("unicode_escape").decode("ascii")
     return letter
+
+
+def duration(seconds: float) -> str:
+    """Return a time to its two largest units, such as ``1 h 20 min``."""
+    minutes = seconds / 60
+    if minutes < 1:
+        return f"{seconds:.0f} s"
+    hours, rest = divmod(round(minutes), 60)
+    days, rest_hours = divmod(hours, 24)
+    if days:
+        return f"{days} d {rest_hours} h"
+    return f"{hours} h {rest} min" if hours else f"{rest} min"

@@ -19,7 +19,7 @@ from typing import Any
 from detr_bf.common.errors import InputError, Interrupted, TrainingError, prefix_errors
 from detr_bf.common.files import atomic_write, check_output_file, make_output_folder, read_records, write_json
 from detr_bf.common.progress import progress_bar
-from detr_bf.common.text import listed, printable, safe_message
+from detr_bf.common.text import duration, listed, printable, safe_message
 from detr_bf.comparison.experiment import CLASS_METRIC, Experiment, ExperimentCell, flat_settings
 from detr_bf.comparison.records import ExperimentFolder, cell_record, changed_settings, read_cell
 from detr_bf.config import RunConfig, config_to_dict, saved_config
@@ -403,18 +403,6 @@ def _status(cell: ExperimentCell, records: Mapping[str, Mapping[str, Any]]) -> s
     epoch, score = records.get("train", {}).get("epoch"), records.get("val", {}).get("score")
     text = f"{cell.name} " + ("starting" if epoch is None else f"epoch {epoch:.3g}")
     return text if score is None else f"{text} score {score:.3f}"
-
-
-def duration(seconds: float) -> str:
-    """Return a time to its two largest units, such as ``1 h 20 min``."""
-    minutes = seconds / 60
-    if minutes < 1:
-        return f"{seconds:.0f} s"
-    hours, rest = divmod(round(minutes), 60)
-    days, rest_hours = divmod(hours, 24)
-    if days:
-        return f"{days} d {rest_hours} h"
-    return f"{hours} h {rest} min" if hours else f"{rest} min"
 
 
 def remove_weights(run: RunFolder) -> None:

@@ -52,6 +52,19 @@ def not_negative_rule(most: float = LARGE) -> Rule:
     return Rule(f"0 or more and at most {_written(most)}", lambda value: 0 <= value <= most)
 
 
+AUTO = "auto"  # number that is chosen for the optimizer steps of a run
+
+
+def or_auto(rule: Rule) -> Rule:
+    return Rule(f"{rule.wanted}, or {AUTO}", lambda value: value == AUTO or rule.holds(value))
+
+
+def resolved_number(value: float | str) -> float:
+    """Return the value of a setting in which numbers have replaced ``auto``."""
+    assert not isinstance(value, str), "resolved"
+    return value
+
+
 FRACTION = Rule("between 0 and 1", lambda value: 0 <= value <= 1)
 BELOW_ONE = Rule("between 0 and 1, and less than 1", lambda value: 0 <= value < 1)
 SEED = Rule("at least 0 and less than 2**63", lambda value: 0 <= value < 2**63)
@@ -125,6 +138,11 @@ def not_negative(default: float | None, most: float = LARGE) -> Any:
 
 def bits(default: int | None) -> Any:
     return field(default=default, **Rule("from 8 to 16", lambda value: 8 <= value <= 16).field)
+
+
+def automatic(default: float, rule: Rule) -> Any:
+    """Return a field for a number or ``auto``."""
+    return field(default=default, **or_auto(rule).field)
 
 
 def fraction(default: float | None) -> Any:
@@ -201,19 +219,16 @@ def weights(default: str | None) -> Any:
 class OptimizerConfig:
     """Learning rate, its schedule, weight decay and gradient clipping."""
 
-    lr: float = not_negative(1e-4, RATE)  # learning rate
+    lr: float | int | str = automatic(1e-4, not_negative_rule(RATE))  # learning rate; auto: of RT-DETR, by the steps
     weight_decay: float = not_negative(1e-4)  # times the learning rate: share of a weight that each step subtracts
     schedule: str = choice("step", "cosine", "flat_cosine")  # of the learning rate
-    drop_epochs: list[int] = indices(200)  # epochs after which lr is multiplied by drop_factor; only schedule=step
+    drop_epochs: list[int] | None = indices(200)  # lr times drop_factor after these; null: at 80 %; only schedule=step
     drop_factor: float = positive(0.1, 1)  # factor at each of drop_epochs
     flat_epochs: int = not_negative(0)  # epochs at the full rate, then half a cosine; only schedule=flat_cosine
     final_epochs: int = not_negative(0)  # epochs at the end with lr times final_factor; only schedule=flat_cosine
     final_factor: float = fraction(0.5)  # factor at the end; only schedule=flat_cosine
-    warmup_steps: int = not_negative(0, STEPS)  # steps of linear warm-up; at most the run: else a tenth of it
+    warmup_steps: int | str = automatic(0, not_negative_rule(STEPS))  # linear warm-up; auto: 10 % of steps, at most 100
     clip_norm: float = not_negative(0.1)  # maximum gradient norm; 0: no clipping
-
-
-EMA_SPANS = 6  # averaging lengths, of 1 / (1 - decay) steps each, in a run whose averaged weights forget their start
 
 
 @dataclass
@@ -221,7 +236,7 @@ class EmaConfig:
     """Exponential moving average of the weights; evaluation uses it if it is on."""
 
     enabled: bool = False  # average the weights, and evaluate the average
-    decay: float = below_one(0.9997)  # share of the old average kept at each optimizer step
+    decay: float | int | str = automatic(0.9997, BELOW_ONE)  # share of the average that a step keeps; auto: by steps
     warmup_steps: int = not_negative(0, STEPS)  # W > 0: step n keeps decay * (1 - exp(-n / W)); 0: always decay
 
 

@@ -22,12 +22,14 @@ from detr_bf.config.common import (
     OptimizerConfig,
     RunConfig,
     TrainConfig,
+    automatic,
     below_one,
     choice,
     factors,
     fraction,
     indices,
     not_negative,
+    not_negative_rule,
     path,
     positive,
     python_files,
@@ -298,7 +300,7 @@ class LossConfig:
 class DetectorOptimizerConfig(OptimizerConfig):
     """Optimizer of a detector: AdamW with parameter groups."""
 
-    backbone_lr: float = not_negative(1e-5, RATE)  # learning rate of the backbone
+    backbone_lr: float | int | str = automatic(1e-5, not_negative_rule(RATE))  # of the backbone; auto: a tenth of lr
     point_lr_factor: float = not_negative(1.0)  # lr of reference points and sampling offsets as a multiple of lr
     layer_decay: float = positive(1.0, 1)  # factor of lr and backbone_lr for each layer or stage before the output
     decay_vectors: bool = True  # apply weight_decay to biases and norms as well; false in RT-DETR

@@ -157,7 +157,7 @@ class Trainer:
         self.scores: dict[str, float] = {}  # of the last evaluation, of raw and averaged weights if both are evaluated
         self._evaluated: nn.Module | None = None  # last
         self.clock = TrainingClock(self.progress.seconds)
-        self._step_ends: list[float] = []  # seconds after the last few steps, until the time of a step is measured
+        self._step_ends: list[float] = []  # seconds after the first steps, until the time of a step is measured
         if distributed.is_main() and (self.resume_from is None or self.new_val):
             self.folder.never_found.unlink(missing_ok=True)  # of other data, or of an earlier run without checkpoints
         self.recovery = Recovery(
@@ -376,9 +376,10 @@ class Trainer:
     def _measure(self) -> None:
         """Measure the time of a step, once enough are done, and schedule the run by it."""
         progress = self.progress
-        self._step_ends = [*self._step_ends[-MEASURED_STEPS:], progress.seconds]
-        seconds = (self._step_ends[-1] - self._step_ends[0]) / MEASURED_STEPS
-        if len(self._step_ends) > MEASURED_STEPS and seconds > 0:
+        if progress.seconds > max(self._step_ends, default=0.0):  # a step that is checked later has no time yet
+            self._step_ends.append(progress.seconds)
+        if len(self._step_ends) > MEASURED_STEPS:
+            seconds = (self._step_ends[-1] - self._step_ends[0]) / MEASURED_STEPS
             progress.step_seconds, progress.begin = seconds, progress.step - progress.seconds / seconds
             self._reschedule()
 

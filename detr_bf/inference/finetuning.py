@@ -6,16 +6,17 @@ import json
 import logging
 import math
 import shlex
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypedDict, overload
 
 from detr_bf.assembly.data import data_source
+from detr_bf.assembly.training import LEAST_RATE, RUN_STEPS
 from detr_bf.common.errors import InputError
 from detr_bf.common.progress import setup_logging
 from detr_bf.common.text import printable
 from detr_bf.config import DetectionConfig, load_config, own_settings, packaged_configs
-from detr_bf.config.common import EMA_SPANS
+from detr_bf.config.common import AUTO
 from detr_bf.config.data import DataConfig
 from detr_bf.data.coco import read_annotations
 from detr_bf.data.formats import read_folder
@@ -29,16 +30,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-RUN_STEPS = 3000  # of a run whose length is not given
 MOST_EPOCHS = 300
-WARMUP_STEPS = 100  # of a run of at least ten times as many
 AUGMENTATION = ("none", "light", "strong")
 SHORT_RUN = 10  # epochs at most without augmentation; docs/results.md has the measurements behind these numbers
-MOST_DECAY = 0.9997
-# Learning rate of RT-DETR without a trained detector to start from, in a run of RUN_STEPS steps. It is multiplied by
-# sqrt(RUN_STEPS / steps), up to the limit, and is never below the recipe's.
-SCRATCH_RATE = 4e-4
-MOST_RATE = 2e-3
 VAL_FRACTION = 0.2  # of a folder without validation split
 TRAIN_NAMES = ("train", "train2017", "training")
 _OTHER_NAMES = ("trainval", "test", "test2017", "testing")  # they, too, show that a folder has splits
@@ -85,8 +79,8 @@ def finetune(
     command: the data are checked before the first step, and evaluation, results and a report are in ``output``. Splits
     named train and val (or valid, ...) are used; of a folder without val a fifth of the training images is for
     validation, of a folder without splits a fifth of all images. The number of epochs gives about ``RUN_STEPS``
-    optimizer steps, at most ``MOST_EPOCHS`` epochs. The number of steps chooses the warm-up, the decay of the
-    averaged weights, and for RT-DETR without ``init_from`` the learning rates (docs/fine_tuning.md).
+    optimizer steps, at most ``MOST_EPOCHS`` epochs. The number of steps that the run has after all overrides chooses
+    the warm-up, the decay of the averaged weights, and for RT-DETR the learning rates (docs/fine_tuning.md).
 
     Args:
         data: folder in one of the forms that docs/data.md lists.
@@ -178,7 +172,7 @@ def fine_tuning_files(model: str) -> tuple[list[Path], list[str]]:
 def chosen_settings(files: Sequence[Path], given: Sequence[str], augment: str | None = None) -> tuple[str, list[str]]:
     """Return the name of the augmentation, and the settings chosen for the folder that are not among the given ones.
 
-    These are the splits, the length of the run, and what follows from the length.
+    These are the splits, the length of the run, and ``auto`` for the learning rates that follow from the length.
 
     Args:
         files: configs of the detector and of fine-tuning, without augmentation.
@@ -199,7 +193,7 @@ def chosen_settings(files: Sequence[Path], given: Sequence[str], augment: str | 
     steps = max(1, math.ceil(images / (train.batch_size * train.accumulate)))
     epochs = train.epochs if "train.epochs" in names else min(MOST_EPOCHS, math.ceil(RUN_STEPS / steps))
     augment = augment or ("none" if epochs <= SHORT_RUN else "light")
-    settings: dict[str, float] = {"train.epochs": epochs, **_by_steps(config, epochs * steps, names)}
+    settings: dict[str, float | str] = {"train.epochs": epochs, **_rates(config)}
     if augment == "strong":
         settings["data.plain_last_epochs"] = epochs // 10
     return augment, chosen + [f"{name}={value}" for name, value in settings.items() if name not in names]
@@ -240,20 +234,9 @@ def _train_images(config: DetectionConfig) -> float:
     return images * ((data.folds - 1) / data.folds if data.folds else 1 - data.val_fraction)
 
 
-def _by_steps(config: DetectionConfig, steps: int, given: Collection[str]) -> dict[str, float]:
-    """Return the warm-up, the decay of the averaged weights and the learning rates of a run of this many steps.
-
-    Args:
-        given: names of the settings that the user chose.
-    """
-    optimizer = config.optimizer
-    chosen = {
-        "optimizer.warmup_steps": min(WARMUP_STEPS, steps // 10),
-        "train.ema.decay": round(min(MOST_DECAY, max(0.0, 1 - EMA_SPANS / steps)), 4),
-    }
-    if config.model.name not in ("rtdetr", "rtdetrv2") or config.init_from or "optimizer.lr" in given:
-        return chosen
-    rate = float(f"{min(MOST_RATE, SCRATCH_RATE * math.sqrt(RUN_STEPS / steps)):.2g}")
-    if not 0 < optimizer.lr < rate:
-        return chosen
-    return {**chosen, "optimizer.lr": rate, "optimizer.backbone_lr": max(optimizer.backbone_lr, round(rate / 10, 6))}
+def _rates(config: DetectionConfig) -> dict[str, str]:
+    """Return ``auto`` for the learning rates of RT-DETR that are those of its recipes."""
+    rates = {"optimizer.lr": (config.optimizer.lr, LEAST_RATE)}
+    rates["optimizer.backbone_lr"] = (config.optimizer.backbone_lr, LEAST_RATE / 10)
+    of_recipe = config.model.name in ("rtdetr", "rtdetrv2") and config.optimizer.lr == LEAST_RATE
+    return {name: AUTO for name, (rate, published) in rates.items() if of_recipe and rate == published}

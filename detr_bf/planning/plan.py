@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from detr_bf.assembly.training import resolved
 from detr_bf.common.errors import InputError
 from detr_bf.config import DetectionConfig
+from detr_bf.config.common import resolved_number
 from detr_bf.planning.machine import SECONDS_PER_DAY, Machine, largest_size, published_share, usual_size
 from detr_bf.planning.trace import Trace, trace
 
@@ -137,7 +139,9 @@ def make_plan(config: DetectionConfig, machine: Machine, recipe: DetectionConfig
         raise InputError(f"train.precision=bf16, which {machine.gpu.title} cannot do: use train.precision=fp16")
     found = trace_of(config, machine)
     memory = memory_of(config, machine, found)
-    schedule = schedule_of(config, machine)
+    time = time_of(config, machine)
+    schedule = schedule_of(config, machine, time.seconds_per_step)
+    config = resolved(config, schedule.steps)
     height, width = largest_size(config.data, config.size_divisor)
     mixed = memory.total + (1 + ALLOWANCE) * memory.activations * (width / height - 1)
     fits = memory.total <= machine.bytes
@@ -148,7 +152,7 @@ def make_plan(config: DetectionConfig, machine: Machine, recipe: DetectionConfig
         mixed=mixed,
         sequence=sequence_of(config, machine),
         schedule=schedule,
-        time=time_of(config, machine, schedule),
+        time=replace(time, days=schedule.steps * time.seconds_per_step / SECONDS_PER_DAY),
         rates=rates_of(config, machine, schedule, recipe),
         traffic=traffic_of(config, machine, found),
         disk=disk_of(config, found),
@@ -182,18 +186,23 @@ def memory_of(config: DetectionConfig, machine: Machine, found: Trace) -> Memory
     return Memory(**parts, allowance=CONTEXT + ALLOWANCE * sum(parts.values()))
 
 
-def schedule_of(config: DetectionConfig, machine: Machine) -> Schedule:
-    """Count steps as the trainer does: an incomplete last batch is dropped, an incomplete last step is not."""
+def schedule_of(config: DetectionConfig, machine: Machine, seconds_per_step: float) -> Schedule:
+    """Count steps as the trainer does: an incomplete last batch is dropped, an incomplete last step is not.
+
+    ``seconds_per_step`` tells the steps of a run of ``train.minutes``.
+    """
     train = config.train
     together = machine.gpus * train.batch_size
     steps_per_epoch = math.ceil((machine.images // together or 1) / train.accumulate)
     steps = train.epochs * steps_per_epoch
+    if train.minutes is not None:
+        steps = max(1, round(60 * train.minutes / seconds_per_step))
     steps = min(steps, train.max_steps or steps)
     return Schedule(together * train.accumulate, steps_per_epoch, steps, steps / steps_per_epoch)
 
 
-def time_of(config: DetectionConfig, machine: Machine, schedule: Schedule) -> Time:
-    """Return the measured step time, or an estimate at the usual image size."""
+def time_of(config: DetectionConfig, machine: Machine) -> Time:
+    """Return the measured step time, or an estimate at the usual image size, without the days of the run."""
     size = usual_size(config.data)
     usual = trace(config, machine.classes(config), size, processes=machine.gpus)
     flops = usual.flops * config.train.accumulate
@@ -204,7 +213,7 @@ def time_of(config: DetectionConfig, machine: Machine, schedule: Schedule) -> Ti
     else:
         least = machine.gpu.least_seconds(usual.work) * config.train.accumulate
         seconds, source = least / published_share(), "estimated"
-    return Time(flops, seconds, schedule.steps * seconds / SECONDS_PER_DAY, source)
+    return Time(flops, seconds, 0.0, source)
 
 
 def sequence_of(config: DetectionConfig, machine: Machine) -> AttentionSpan | None:
@@ -229,7 +238,13 @@ def rates_of(
         return None
     factor = schedule.images_per_step / published
     optimizer = config.optimizer
-    return Rates(published, source, factor, factor * optimizer.lr, factor * optimizer.backbone_lr)
+    return Rates(
+        published,
+        source,
+        factor,
+        factor * resolved_number(optimizer.lr),
+        factor * resolved_number(optimizer.backbone_lr),
+    )
 
 
 def traffic_of(config: DetectionConfig, machine: Machine, found: Trace) -> Traffic:

@@ -8,6 +8,7 @@ import torch
 
 from detr_bf.common.text import counted
 from detr_bf.config import DetectionConfig
+from detr_bf.config.common import resolved_number
 from detr_bf.planning.machine import (
     ASPECT,
     GB,
@@ -136,12 +137,12 @@ def _rates(rates: Rates | None, plan: Plan, config: DetectionConfig) -> Iterator
     images = plan.schedule.images_per_step
     head = f"Learning rate: published for {rates.published_batch} images a step ({rates.source}), here {images}"
     if rates.factor == 1:
-        yield f"{head}: leave optimizer.lr={optimizer.lr:g}"
+        yield f"{head}: leave optimizer.lr={resolved_number(optimizer.lr):g}"
         return
     yield f"{head}, x {rates.factor:.4g}"
     yield (
         f"  linear rule: optimizer.lr={rates.lr:.4g} optimizer.backbone_lr={rates.backbone_lr:.4g} instead of "
-        f"{optimizer.lr:g} and {optimizer.backbone_lr:g}; the plan changes no setting"
+        f"{resolved_number(optimizer.lr):g} and {resolved_number(optimizer.backbone_lr):g}; the plan changes no setting"
     )
     if rates.factor > 1:
         yield "  use warm-up, for example optimizer.warmup_steps=1000"

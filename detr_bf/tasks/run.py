@@ -16,12 +16,13 @@ from typing import Any
 from torch import nn
 
 from detr_bf.acceleration.allocator import keep_freed_memory
+from detr_bf.assembly.training import resolved_text
 from detr_bf.common import distributed
 from detr_bf.common.devices import device_of, float32_products
 from detr_bf.common.errors import InputError, TrainingError
 from detr_bf.common.files import check_output_folder, write_json, write_text
 from detr_bf.common.progress import setup_logging
-from detr_bf.common.text import listed
+from detr_bf.common.text import counted, duration, listed
 from detr_bf.config import RunConfig, config_from_dict, config_to_dict, config_to_yaml, flatten_settings
 from detr_bf.engine import (
     Checkpoint,
@@ -93,7 +94,9 @@ def train(task: Task[Any], *, resume: bool = False, resume_if_possible: bool = F
                 created.add(*folder.logged_files())
             if trainer.metrics is not None:
                 stack.enter_context(trainer.metrics)
-        distributed.run_on_main(lambda: _describe(folder, created, config, statistics))
+        steps = trainer.settings.epochs * trainer.steps_per_epoch
+        chosen = "" if trainer.settings.minutes else resolved_text(config, steps)
+        distributed.run_on_main(lambda: _describe(folder, created, config, statistics, chosen))
         created.keep()
         result = trainer.train()
         return _report(task, folder, result, trainer.evaluate, trainer.evaluation_model, trainer)
@@ -102,8 +105,9 @@ def train(task: Task[Any], *, resume: bool = False, resume_if_possible: bool = F
 def dry_run_training(task: Task[Any]) -> str | None:
     """Do everything up to the first step of a new run, and return what was found; ``output_dir`` is not created.
 
-    Data and folder are checked, model, optimizer and evaluation are built, weights are loaded, and the first batch is
-    read. Loggers are not started. Every rank calls this; ranks other than 0 get None.
+    Data and folder are checked, model, optimizer and evaluation are built, weights are loaded, the first batch is read,
+    and the time of a few steps is measured, without keeping anything of them. Loggers are not started. Every rank calls
+    this; ranks other than 0 get None.
 
     Raises:
         InputError: as :func:`train` does before the first step.
@@ -129,17 +133,35 @@ def dry_run_training(task: Task[Any]) -> str | None:
             trainer = type(task)(quiet).build_trainer(scratch)
             if trainer.metrics is not None:
                 stack.enter_context(trainer.metrics)
-            batch = next(iter(trainer.make_batches(0, 0))).to(device_of(config.device))
+            batch = next(iter(trainer.make_batches(0, 0, 0))).to(device_of(config.device))
+        seconds = trainer.measure_step()
         trained = sum(each.numel() for each in trainer.model.parameters() if each.requires_grad)
         lines = (
             f"model: {sum(each.numel() for each in trainer.model.parameters()):,} parameters, {trained:,} of them "
             f"trained, on {device_of(config.device)}",
             task.settings_text(),
             f"first batch: {listed(batch.names, 4)}",
-            f"steps: {trainer.total_steps or 'by time'}, {trainer.steps_per_epoch:,} an epoch",
-            f"dry run: nothing was trained or written; a run would be written to {folder.path}",
+            *_length(trainer, config, seconds),
+            f"dry run: nothing was written; a run would be written to {folder.path}",
         )
         return "\n".join(filter(None, lines)) if distributed.is_main() else None
+
+
+def _length(trainer: Trainer, config: RunConfig, seconds: float) -> Iterator[str]:
+    """Yield the steps of a run, the settings that they choose, and its time, by the measured ``seconds`` of a step."""
+    settings, per_epoch = trainer.settings, trainer.steps_per_epoch
+    steps = settings.epochs * per_epoch
+    measured = f"{seconds:.3g} s a step (measured)"
+    if settings.minutes is not None:
+        steps = max(1, round(60 * settings.minutes / seconds))
+        yield f"steps: about {steps:,} in train.minutes={settings.minutes:g}, {per_epoch:,} an epoch"
+        yield f"time: {measured}; evaluations and checkpoints come on top"
+    else:
+        total = min(steps, settings.max_steps or steps)
+        yield f"steps: {total:,}, {per_epoch:,} an epoch"
+        yield f"time: {measured}, {duration(total * seconds)} for the run without evaluations and checkpoints"
+    if text := resolved_text(config, steps):
+        yield f"chosen for {counted(steps, 'step')}: {text}"
 
 
 def evaluate_only(task: Task[Any], source: Path, checkpoint: Checkpoint | None = None) -> Outcome | None:
@@ -319,9 +341,12 @@ def _evaluation_folder(output: Path, source: Path, evaluated: str) -> Path:
 
 
 def _describe(
-    folder: RunFolder, created: CreatedFiles, config: RunConfig, statistics: Mapping[str, Any] | None
+    folder: RunFolder, created: CreatedFiles, config: RunConfig, statistics: Mapping[str, Any] | None, chosen: str = ""
 ) -> None:
     """Write the settings, the description of the machine, and the statistics of the data if there are any.
+
+    Args:
+        chosen: settings with numbers for ``auto``, written beside the machine.
 
     Raises:
         InputError: the files cannot be written.
@@ -330,7 +355,7 @@ def _describe(
     try:
         write_text(folder.config, config_to_yaml(config))
         created.add(folder.config)
-        write_json(folder.machine, machine_info())
+        write_json(folder.machine, machine_info() | ({"chosen for its steps": chosen} if chosen else {}))
         created.add(folder.machine)
         if statistics is not None:
             write_json(folder.data, statistics)

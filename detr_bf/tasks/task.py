@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -17,12 +18,15 @@ from detr_bf.acceleration.allocator import keep_freed_memory
 from detr_bf.assembly.compilation import compile_model
 from detr_bf.assembly.data import build_train_transforms
 from detr_bf.assembly.training import (
+    RUN_STEPS,
     changed_splits,
     check_same_classes,
     initial_classes,
     learning_rate,
     metrics_log,
     precision_of,
+    resolved,
+    resolved_text,
     seed_per_rank,
     train_settings,
     warn_of_slow_average,
@@ -30,8 +34,9 @@ from detr_bf.assembly.training import (
 from detr_bf.common.devices import device_of
 from detr_bf.common.errors import InputError
 from detr_bf.common.structures import ClassMap
-from detr_bf.common.text import listed
+from detr_bf.common.text import counted, listed
 from detr_bf.config import DetectionConfig, RunConfig, config_to_dict
+from detr_bf.config.common import resolved_number
 from detr_bf.data.checks.annotations import Report
 from detr_bf.engine import Checkpoint, EvaluationResult, RunFolder, Trainer, TrainingStep, build_and_load
 from detr_bf.engine.optimizer import RunSchedule
@@ -79,7 +84,7 @@ class Task(ABC, Generic[C]):
             with torch.device("meta"), torch.random.fork_rng(devices=()):
                 model = self.build_model(2)
                 self.build_criterion(model, (1, 1))
-            self.build_optimizer(model)
+            type(self)(resolved(self.config, RUN_STEPS)).build_optimizer(model)
             if isinstance(self.config, DetectionConfig):
                 build_train_transforms(self.config)
         except (NotImplementedError, RuntimeError) as error:  # a part that reads values while it is built
@@ -256,8 +261,9 @@ class Task(ABC, Generic[C]):
         seed_per_rank(config)
         make_batches, batches_per_epoch, num_images = self.train_batches(data, device)
         evaluate = self.build_evaluation(data.class_map, folder, data)
-        warn_of_slow_average(config, batches_per_epoch)
-        optimizer = self.build_optimizer(model)
+        steps = self._scheduled_steps(batches_per_epoch)
+        numbers = resolved(config, steps)
+        optimizer = type(self)(numbers).build_optimizer(model)
         metrics = metrics_log(config, folder, resume_from, new_val="val" in changed)
         with ExitStack() as undo:
             if metrics is not None:
@@ -265,12 +271,12 @@ class Task(ABC, Generic[C]):
             trainer = Trainer(
                 step=TrainingStep(model, criterion, device, precision_of(config, device)).to(device),
                 optimizer=optimizer,
-                learning_rate=learning_rate(config, batches_per_epoch),
-                reschedule=partial(self._schedule, model, batches_per_epoch),
+                learning_rate=learning_rate(numbers, batches_per_epoch, steps),
+                reschedule=partial(self._reschedule, model, batches_per_epoch),
                 make_batches=make_batches,
                 batches_per_epoch=batches_per_epoch,
                 evaluate=evaluate,
-                settings=train_settings(config, num_images, unused_parameters=self.unused_parameters),
+                settings=train_settings(numbers, num_images, unused_parameters=self.unused_parameters),
                 folder=folder,
                 metrics=metrics,
                 class_map=data.class_map,
@@ -282,11 +288,30 @@ class Task(ABC, Generic[C]):
             undo.pop_all()
         return trainer
 
-    def _schedule(self, model: nn.Module, batches_per_epoch: int, steps: int) -> RunSchedule:
-        """Return the schedule of a run of that many steps."""
-        average, rates = self.config.train.ema, [group["lr"] for group in self.build_optimizer(model).param_groups]
-        rate = learning_rate(self.config, batches_per_epoch, steps)
-        return RunSchedule(rate, rates, average.decay, average.warmup_steps)
+    def _scheduled_steps(self, batches_per_epoch: int) -> int:
+        """Return the steps of the schedule, and log what they choose; of a run by time a number for its first steps."""
+        train = self.config.train
+        if getattr(train, "minutes", None) is not None:
+            return RUN_STEPS
+        steps = train.epochs * math.ceil(batches_per_epoch / train.accumulate)
+        self._log_resolved(steps)
+        if not isinstance(self.config, DetectionConfig):  # else the data check says it
+            warn_of_slow_average(resolved(self.config, steps), steps)
+        return steps
+
+    def _log_resolved(self, steps: int) -> None:
+        if text := resolved_text(self.config, steps):
+            logger.info("chosen for %s: %s", counted(steps, "step"), text)
+
+    def _reschedule(self, model: nn.Module, batches_per_epoch: int, steps: int) -> RunSchedule:
+        """Return the schedule of a run by time, ``train.minutes``, which are expected to be that many steps."""
+        numbers = resolved(self.config, steps)
+        self._log_resolved(steps)
+        warn_of_slow_average(numbers, steps)
+        rates = [group["lr"] for group in type(self)(numbers).build_optimizer(model).param_groups]
+        average = numbers.train.ema
+        rate = learning_rate(numbers, batches_per_epoch, steps)
+        return RunSchedule(rate, rates, resolved_number(average.decay), average.warmup_steps)
 
     @property
     def unused_parameters(self) -> bool:

@@ -75,7 +75,7 @@ def test_a_run_that_is_cut_short_has_the_schedule_of_the_whole_run(schedule: str
 def test_averaged_weights_slower_than_the_run_are_told(warmup: int, caplog: pytest.LogCaptureFixture) -> None:
     """The share of the first weights is that of an average of scalars, 1 at the first step and 0 at the others."""
     on = ("train.ema.enabled=true", f"train.ema.warmup_steps={warmup}", "train.ema.decay=0.98", "train.epochs=10")
-    config = load_config(None, [*on, "train.accumulate=2"], task="classification")
+    config = load_config(None, on, task="classification")
     weight = torch.nn.Linear(1, 1, bias=False)
     averaged = AveragedWeights(weight, 0.98, warmup)
     for step in range(50):
@@ -83,16 +83,16 @@ def test_averaged_weights_slower_than_the_run_are_told(warmup: int, caplog: pyte
         averaged.update_parameters(weight)
     kept = 100 * averaged.module.weight.item()
     with caplog.at_level(logging.WARNING):
-        warn_of_slow_average(config, 9)  # 5 steps an epoch
+        warn_of_slow_average(config, 50)
     if warmup:
         assert kept < 5
         assert not caplog.text, "the first steps are forgotten quickly"
         return
-    assert "train.ema.decay=0.98 is too slow for a run of 50 steps: at the end the averaged weights" in caplog.text
-    assert f"still hold {kept:.0f} % of the weights after the first step. Set train.ema.decay=0.88," in caplog.text
+    assert "ema-too-slow: averaged weights that hold more than 5% of the weights after the first" in caplog.text
+    assert f"train.ema.decay=0.98 in 50 steps: {kept:.0f}%. Set train.ema.decay=auto, here 0.88," in caplog.text
     caplog.clear()
     for settings in (["train.ema.decay=0.88"], ["train.max_steps=20"], ["train.ema.enabled=false"]):
-        warn_of_slow_average(load_config(None, [*on, "train.accumulate=2", *settings], task="classification"), 9)
+        warn_of_slow_average(load_config(None, [*on, *settings], task="classification"), 50)
     assert not caplog.text
 
 

@@ -21,6 +21,7 @@ from filelock import FileLock
 import detr_bf.commands.compare  # noqa: F401  before a test replaces a name that it imports
 from detr_bf.commands import command_main
 from detr_bf.common.errors import InputError
+from detr_bf.common.text import duration
 from detr_bf.comparison import runner
 from detr_bf.comparison.experiment import Experiment, ExperimentCell, flat_settings, read_experiment
 from detr_bf.comparison.records import ExperimentFolder, changed_settings, num_rows
@@ -390,7 +391,7 @@ def test_rows_are_counted_over_both_streams(settings: list[str], rows: int) -> N
     ("seconds", "text"), [(4, "4 s"), (200, "3 min"), (7300, "2 h 2 min"), (100_000, "1 d 3 h"), (3599, "1 h 0 min")]
 )
 def test_times_are_written_in_two_units(seconds: float, text: str) -> None:
-    assert runner.duration(seconds) == text
+    assert duration(seconds) == text
 
 
 def test_time_left_is_estimated_from_finished_cells_of_the_arm(file: Path) -> None:

@@ -98,7 +98,7 @@ def test_round_trips(tmp_path: Path) -> None:
         ("train=5", ["override 'train=5': train is a group of settings (epochs, "]),
         ("data.train=foo", ["data.train is a group of settings (split, images, annotations, panoptic, references)"]),
         ("batch_former=null", ["batch_former is a group of settings"]),
-        ("optimizer.lr=inf", ["optimizer.lr must be 0 or more and at most 1e30, got inf"]),
+        ("optimizer.lr=inf", ["optimizer.lr must be 0 or more and at most 1e30, or auto, got inf"]),
         ("optimizer.drop_factor=nan", ["optimizer.drop_factor must be greater than 0 and at most 1, got nan"]),
         ("seed=99999999999999999999999", ["seed must be"]),
         ("data.transforms.short_sides=[]", ["data.transforms.short_sides must be one or more sizes"]),

@@ -544,7 +544,7 @@ def test_the_decay_of_averaged_weights_rises_in_recipes_of_rtdetr_and_not_in_fin
         average = load(name).train.ema
         assert (average.enabled, average.decay, average.warmup_steps) == (True, 0.9999, 2000), name
         average = load_config([CONFIGS / name, CONFIGS / "finetune.yaml"]).train.ema
-        assert (average.enabled, average.decay, average.warmup_steps) == (True, 0.998, 0), name
+        assert (average.enabled, average.decay, average.warmup_steps) == (True, "auto", 0), name
 
 
 @pytest.mark.full

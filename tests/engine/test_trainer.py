@@ -194,6 +194,15 @@ def test_a_run_by_time_ends_with_its_minutes(tmp_path: Path, monkeypatch: pytest
     assert trainer.ema.decay == 1 - 6 / steps
 
 
+def test_a_run_by_time_may_check_its_steps_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time of a step is known during the next one, as on a GPU."""
+    trainer = make(tmp_path, batches=Clock(monkeypatch).batches, minutes=0.5, later=True)
+    trainer.train()
+    assert trainer.progress.step_seconds == 1
+    assert trainer.learning_rate.total_steps == 31
+    assert trainer.progress.step in (30, 31)
+
+
 @pytest.mark.parametrize("step", [2, 13])
 def test_a_resumed_run_by_time_goes_on_with_the_minutes_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int, caplog: pytest.LogCaptureFixture

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import detr_bf
+from detr_bf.assembly.training import RUN_STEPS, resolved, resolved_text
 from detr_bf.commands import command_main
 from detr_bf.common.errors import InputError
 from detr_bf.comparison.experiment import flat_settings, read_experiment
@@ -21,13 +22,12 @@ from detr_bf.engine import load_checkpoint
 from detr_bf.inference import finetuning
 from detr_bf.inference.finetuning import (
     MOST_EPOCHS,
-    RUN_STEPS,
-    _by_steps,
     chosen_settings,
     fine_tuning_files,
     folder_splits,
 )
 from detr_bf.inference.loading import recipe_file
+from detr_bf.tasks import task_of
 from tests.data.formats.test_coco_and_csv import CORNERS, table, write
 
 Factory = Callable[..., SimpleNamespace]
@@ -104,14 +104,13 @@ def test_length_follows_the_folder(tmp_path: Path) -> None:
     (single / "labels.csv").write_text("\n".join(rows))
     read_folder.cache_clear()
     epochs = -(-RUN_STEPS // -(-0.8 * 1003 // 4))
-    expected = {"train.epochs": epochs, "optimizer.warmup_steps": 100, "train.ema.decay": 0.998}
+    expected = {"train.epochs": epochs}
     assert chosen_for(single, "data.val_fraction=0.2") == expected
     strong = {**expected, "data.plain_last_epochs": epochs // 10}
     assert chosen_for(single, "data.val_fraction=0.2", augment="strong") == strong
     chosen = chosen_for(single, "data.folds=2", "train.batch_size=2")
     assert chosen["train.epochs"] == -(-RUN_STEPS // -(-1003 // 4))
-    short = chosen_for(single, "data.folds=2", "train.epochs=2")
-    assert short == {"optimizer.warmup_steps": 25, "train.ema.decay": 0.9762}, "of 252 steps"
+    assert chosen_for(single, "data.folds=2", "train.epochs=2") == {}
 
 
 def chosen_for(root: Path, *given: str, augment: str | None = None) -> dict[str, float]:
@@ -126,21 +125,46 @@ def chosen_for(root: Path, *given: str, augment: str | None = None) -> dict[str,
     ("model", "steps", "given", "expected"),
     [
         ("rtdetr_r50", 3000, (), {"warmup_steps": 100, "decay": 0.998, "lr": 4e-4, "backbone_lr": 4e-5}),
-        ("rtdetrv2_r18", 750, (), {"warmup_steps": 75, "decay": 0.992, "lr": 8e-4, "backbone_lr": 1e-4}),
+        ("rtdetrv2_r18", 750, (), {"warmup_steps": 75, "decay": 0.992, "lr": 8e-4}),  # its backbone has 1e-4
         ("rtdetr_r50", 100, (), {"warmup_steps": 10, "decay": 0.94, "lr": 2e-3, "backbone_lr": 2e-4}),
-        ("rtdetr_r50", 100_000, (), {"warmup_steps": 100, "decay": 0.9997}),  # the recipe's rate is larger
+        # the recipe's rate is larger
+        ("rtdetr_r50", 100_000, (), {"warmup_steps": 100, "decay": 0.9997, "lr": 1e-4, "backbone_lr": 1e-5}),
         ("rtdetr_r50", 1, (), {"warmup_steps": 0, "decay": 0.0, "lr": 2e-3, "backbone_lr": 2e-4}),
-        ("rtdetr_r50", 750, ("optimizer.lr=1e-4",), {"warmup_steps": 75, "decay": 0.992}),
-        ("rtdetr_r50", 750, ("init_from=a.pth",), {"warmup_steps": 75, "decay": 0.992}),
+        ("rtdetr_r50", 750, ("optimizer.lr=3e-3",), {"warmup_steps": 75, "decay": 0.992, "backbone_lr": 3e-4}),
+        (
+            "rtdetr_r50",
+            750,
+            ("init_from=a.pth",),
+            {"warmup_steps": 75, "decay": 0.992, "lr": 1e-4, "backbone_lr": 1e-5},
+        ),
+        ("rtdetr_r50", 750, ("train.ema.decay=0.9",), {"warmup_steps": 75, "lr": 8e-4, "backbone_lr": 8e-5}),
         ("dino_r50_4scale", 750, (), {"warmup_steps": 75, "decay": 0.992}),
+        (
+            "dino_r50_4scale",
+            750,
+            ("optimizer.schedule=step", "train.epochs=12"),
+            {"warmup_steps": 75, "decay": 0.992, "drop_epochs": [10]},
+        ),
     ],
 )
 def test_settings_follow_the_number_of_steps(
     model: str, steps: int, given: tuple[str, ...], expected: dict[str, float]
 ) -> None:
-    config = load_config([recipe_file(model), packaged_configs()["finetune"]], given, task="detection")
-    chosen = _by_steps(config, steps, {each.partition("=")[0] for each in given})
-    assert {name.split(".")[-1]: value for name, value in chosen.items()} == expected
+    """Whatever the length was when they were written to a config."""
+    files = [recipe_file(model), packaged_configs()["finetune"]]
+    rates = finetuning._rates(load_config(files, task="detection"))
+    config = load_config(files, [*(f"{name}={value}" for name, value in rates.items()), *given], task="detection")
+    chosen = dict(each.split("=") for each in resolved_text(config, steps).split())
+    assert {name.split(".")[-1]: json.loads(value) for name, value in chosen.items()} == expected
+    numbers = load_config(files, [*given, *(f"{name}={value}" for name, value in chosen.items())], task="detection")
+    assert flat_settings(resolved(config, steps)).items() >= {name: json.loads(x) for name, x in chosen.items()}.items()
+    assert resolved_text(numbers, 1) == ""
+
+
+def test_other_detectors_have_no_rate_by_the_number_of_steps() -> None:
+    config = load_config([recipe_file("dino_r50_4scale")], ["optimizer.lr=auto"], task="detection")
+    with pytest.raises(InputError, match=r"optimizer\.lr=auto is known for RT-DETR only: give a number"):
+        task_of(config).check_settings()
 
 
 @pytest.mark.parametrize(
@@ -302,11 +326,11 @@ def test_the_experiment_has_the_settings_that_finetune_chooses(
         augment, chosen = chosen_settings(files, given)
         files.append(packaged_configs()[f"augment_{augment}"])
         expected = load_config(files, [*chosen, *given], task="detection")
+        expected = resolved(expected, expected.train.epochs * images // 4)
         found, settings = flat_settings(config), flat_settings(expected)
-        unused = ("short_sides", "max_size", "eval_short_side")  # data.transforms.square replaces these
-        assert {key for key in found if found[key] != settings[key]} <= {f"data.transforms.{key}" for key in unused}, (
-            arm
-        )
+        unused = {f"data.transforms.{key}" for key in ("short_sides", "max_size", "eval_short_side")}  # square replaces
+        unused |= {"optimizer.drop_epochs"}  # not read with a cosine
+        assert {key for key in found if found[key] != settings[key]} <= unused, arm
 
 
 def test_images_of_coco_files_are_counted_without_a_folder(

@@ -383,11 +383,14 @@ def test_the_published_batch_is_the_recipes_own() -> None:
 def test_steps_by_hand() -> None:
     """50 images on 2 GPUs with 3 each: 8 batches, 3 steps of 3 batches, the last of 2."""
     config = tiny("train.accumulate=3", "train.epochs=10")
-    schedule = schedule_of(config, Machine(gpus=2, images=50))
+    schedule = schedule_of(config, Machine(gpus=2, images=50), 2.0)
     assert (schedule.images_per_step, schedule.steps_per_epoch, schedule.steps, schedule.epochs) == (18, 3, 30, 10)
     config.train.max_steps = 15
-    assert (schedule_of(config, Machine(gpus=2, images=50)).steps, schedule.epochs) == (15, 10)
-    assert schedule_of(config, Machine(gpus=2, images=1)).steps_per_epoch == 1
+    assert (schedule_of(config, Machine(gpus=2, images=50), 2.0).steps, schedule.epochs) == (15, 10)
+    assert schedule_of(config, Machine(gpus=2, images=1), 2.0).steps_per_epoch == 1
+    config.train.max_steps, config.train.minutes = None, 0.5
+    by_time = schedule_of(config, Machine(gpus=2, images=50), 2.0)
+    assert (by_time.steps, by_time.epochs) == (15, 5)
 
 
 def test_sizes_of_the_published_recipe() -> None:

@@ -1,29 +1,46 @@
-"""``detr-bf train --dry-run``: everything up to the first step, and no files."""
+"""``detr-bf train --dry-run``: everything up to the first step, the time of a step, and no files."""
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from detr_bf.commands import main
 from detr_bf.engine import Trainer
+from detr_bf.engine.step import TrainingBatch
 from tests.tools.image_runs import classifier_config, masked_config
 
 
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Count the steps by a clock on which the first one takes 9 seconds and the others 2."""
+    done, times, step = list[float](), iter([0.0, 9.0, 11.0, 13.0, 15.0]), Trainer.train_step
+
+    def train_step(trainer: Trainer, batches: Sequence[TrainingBatch]) -> None:
+        step(trainer, batches)
+        done.append(1)
+
+    monkeypatch.setattr(Trainer, "train_step", train_step)
+    monkeypatch.setattr("detr_bf.engine.trainer.time", SimpleNamespace(perf_counter=lambda: next(times)))
+    return done
+
+
 @pytest.fixture(autouse=True)
-def no_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Fail at the first step, and use an own folder of temporary files."""
-    monkeypatch.setattr(Trainer, "train_step", lambda *arguments: pytest.fail("a step was run"))
+def scratch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Use an own folder of temporary files."""
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(scratch))
     return scratch
 
 
-def test_a_detector(tiny: Path, tmp_path: Path, no_step: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_detector(
+    tiny: Path, tmp_path: Path, scratch: Path, steps: list[float], capsys: pytest.CaptureFixture[str]
+) -> None:
     command = ["train", str(tiny), "train.loggers=[tensorboard]", "eval.loss=true"]
     before = sorted(tmp_path.rglob("*"))
     assert main([*command, "--dry-run"]) == 0
@@ -36,11 +53,24 @@ def test_a_detector(tiny: Path, tmp_path: Path, no_step: Path, capsys: pytest.Ca
     assert out[2].count(".png") == 3
     assert out[3:] == [
         "steps: 15, 5 an epoch",
-        f"dry run: nothing was trained or written; a run would be written to {tmp_path / 'run'}",
+        "time: 2 s a step (measured), 30 s for the run without evaluations and checkpoints",
+        f"dry run: nothing was written; a run would be written to {tmp_path / 'run'}",
     ]
     assert not (tmp_path / "run").exists()
     assert sorted(path for path in tmp_path.rglob("*") if "cache" not in path.parts) == before
-    assert list(no_step.iterdir()) == []
+    assert list(scratch.iterdir()) == []
+    assert len(steps) == 4
+
+
+def test_a_run_by_time(tiny: Path, steps: list[float], capsys: pytest.CaptureFixture[str]) -> None:
+    """The number of steps, and what follows from it, is known from the time of a step."""
+    assert main(["train", str(tiny), "--dry-run", "train.minutes=10", "train.ema.decay=auto"]) == 0
+    assert capsys.readouterr().out.splitlines()[3:6] == [
+        "steps: about 300 in train.minutes=10, 5 an epoch",
+        "time: 2 s a step (measured); evaluations and checkpoints come on top",
+        "chosen for 300 steps: train.ema.decay=0.98",
+    ]
+    assert len(steps) == 4
 
 
 def test_batch_attention_is_off_unless_asked_for(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:

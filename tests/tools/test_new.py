@@ -44,8 +44,15 @@ def test_the_config_trains_as_written(photos: Path, tmp_path: Path, capsys: pyte
     assert any(line.startswith("# Classes, with training boxes: ") and "dog (8)" in line for line in head)
     assert any(line.startswith("# warning few-images: ") for line in head)
     small = ["data.transforms.short_sides=[32]", "data.transforms.max_size=64", "data.transforms.eval_short_side=32"]
-    assert main(["train", "mine.yaml", "train.max_steps=1", "data.workers=0", "report=true", *small]) == 0
-    assert (tmp_path / "runs" / "mine" / "report.html").is_file()
+    run, command = tmp_path / "runs" / "mine", ["train", "mine.yaml", "data.workers=0", "report=true", *small]
+    assert main([*command, "train.max_steps=1", "train.epochs=4"]) == 0
+    assert (run / "report.html").is_file()
+    chosen = "optimizer.warmup_steps=0 train.ema.decay=0.25"  # of 4 epochs with 2 steps, not of those in the file
+    assert f"chosen for 8 steps: {chosen}\n" in (run / "log.txt").read_text()
+    assert json.loads((run / "machine.json").read_text())["chosen for its steps"] == chosen
+    assert load_config(str(run / "config.yaml")).train.ema.decay == "auto"
+    assert main([*command, "train.max_steps=2", "train.epochs=6", "--resume"]) == 0
+    assert "chosen for 12 steps: optimizer.warmup_steps=1 train.ema.decay=0.5\n" in (run / "log.txt").read_text()
 
 
 @pytest.mark.parametrize("model", ["deformable_detr_r50_refine", "rtdetr_r50", "detr_r50_bfv2"])

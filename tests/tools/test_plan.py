@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -103,6 +104,17 @@ def test_an_output_that_cannot_be_written_is_told_before_planning(
     assert printed.out == ""
     assert set(tmp_path.rglob("*")) == before
     assert Path("pipe").is_fifo()
+
+
+def test_the_images_of_a_folder_are_counted(
+    coco_folder: Callable[..., Any], tiny: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = coco_folder(num_images=12, name="photos").images.parent
+    settings = [f"data.root={root}", "data.val_fraction=0.25", "train.batch_size=2", "train.ema.decay=auto"]
+    assert plan(["--config", str(tiny), "--gpus", "1", *settings]) == 0
+    printed = capsys.readouterr().out
+    assert "Steps: 2 images each, 4 an epoch of 9 images, " in printed
+    assert "with 3 classes (--classes)" in printed
 
 
 @pytest.mark.parametrize("make_config", [classifier_config, masked_config])

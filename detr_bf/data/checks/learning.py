@@ -24,6 +24,9 @@ LEAST_STEPS_FINE_TUNING = 300  # from the weights of a trained detector
 LEAST_TRAIN_IMAGES = 1000  # from random weights
 LEAST_VAL_IMAGES = 50
 LEAST_SMALL_SHARE = 0.1  # of the objects, smaller than a cell of the finest feature map
+MOST_OF_THE_FIRST = 0.05  # share of the first weights in the averaged weights at the end of a run
+MOST_DECAY = 0.9997  # of averaged weights, if the number of steps chooses it
+_MOST_UPDATES = 10**6  # after which a warm-up of the average changes nothing more
 
 
 class Training(NamedTuple):
@@ -41,6 +44,8 @@ class Training(NamedTuple):
     divisor: int = 1  # of the sides of resized images
     drops: bool = False  # the learning rate falls at optimizer.drop_epochs
     minutes: float | None = None  # instead of epochs
+    decay: float | None = None  # of the averaged weights; None: without, or by the number of steps
+    average_warmup: int = 0  # steps
 
 
 class Learned(NamedTuple):
@@ -96,6 +101,9 @@ def learning_findings(learned: Learned, val: Split | None, training: Training) -
             f"{counted(steps, 'step')}: set train.epochs={math.ceil(least / per_epoch)}{drops}, or a smaller "
             f"train.batch_size{start}",
         )
+    judged = training.decay is not None and training.minutes is None and steps == training.epochs * per_epoch
+    if judged and (text := slow_average(training.decay or 0, training.average_warmup, steps)):
+        yield _warning("train", "ema-too-slow", *text)
     if learned.images < LEAST_TRAIN_IMAGES and not training.fine_tuned:
         yield _warning(
             "train",
@@ -123,6 +131,33 @@ def learning_findings(learned: Learned, val: Split | None, training: Training) -
             f"fewer than {LEAST_VAL_IMAGES} images: their AP differs by several points by chance",
             f"{counted(len(val.content.images), 'image')}: use more, or data.folds=5, or compare several seeds",
         )
+
+
+def fitting_decay(steps: int) -> float:
+    """Return the decay of averaged weights that forget their start: a run has six averaging lengths of 1 / (1 - decay).
+
+    That leaves 0.25 % of the first weights.
+    """
+    return round(min(MOST_DECAY, max(0.0, 1 - 6 / max(1, steps))), 4)
+
+
+def slow_average(decay: float, warmup: int, steps: int) -> tuple[str, str] | None:
+    """Return the reason and the advice if an average of weights keeps too much of the first ones; else None.
+
+    Args:
+        decay, warmup: as in :class:`detr_bf.engine.state.AveragedWeights`.
+        steps: of the whole run.
+    """
+    kept = decay ** (steps - 1)  # the first update copies the weights
+    if warmup:
+        kept *= float(np.prod(-np.expm1(-np.arange(2, min(steps, _MOST_UPDATES) + 1) / warmup)))
+    if kept <= MOST_OF_THE_FIRST:
+        return None
+    return (
+        f"averaged weights that hold more than {MOST_OF_THE_FIRST:.0%} of the weights after the first step at the end",
+        f"train.ema.decay={decay:g} in {counted(steps, 'step')}: {kept:.0%}. Set train.ema.decay=auto, here "
+        f"{fitting_decay(steps):g}, train more epochs, or set train.ema.enabled=false",
+    )
 
 
 def _warning(split: str, code: str, meaning: str, example: str, count: int = 1) -> Finding:

@@ -54,6 +54,15 @@ def lines(train: Split, training: Training) -> list[str]:
     return list(learning_lines(learned_from(train, training), training))
 
 
+def test_averaged_weights_slower_than_the_run() -> None:
+    """0.98 leaves 37 % of the first weights after 50 steps, and less than 5 % with a warm-up over 50 steps."""
+    slow, train = PLENTY._replace(epochs=2, decay=0.98, fine_tuned=True), images(200)
+    (finding,) = [each for each in found(train, slow) if each.code == "ema-too-slow"]
+    assert finding.example.startswith("train.ema.decay=0.98 in 50 steps: 37%. Set train.ema.decay=auto, here 0.88,")
+    for changes in ({"average_warmup": 50}, {"decay": 0.94}, {"decay": None}, {"max_steps": 20}, {"minutes": 1.0}):
+        assert "ema-too-slow" not in codes(train, slow._replace(**changes)), changes
+
+
 def test_the_steps_of_a_run_by_time_are_not_judged() -> None:
     by_time = PLENTY._replace(epochs=1, minutes=15)
     assert codes(images(LEAST_TRAIN_IMAGES), PLENTY._replace(epochs=1)) == ["few-steps"]
