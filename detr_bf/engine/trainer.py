@@ -414,7 +414,7 @@ class Trainer:
             self.state.thresholds = self.result.thresholds
             record = {"epoch": epoch, "score": self.result.score, **self.scores, **self.result.metrics}
             self.log.write("val", step, record)
-            scores = ", ".join(f"{name} {score:.4f}" for name, score in self.scores.items())
+            scores = ", ".join(f"{name.removeprefix('score/')} weights {x:.4f}" for name, x in self.scores.items())
             logger.info("epoch %d, step %d: %s%s", epoch, step, self.result, f" ({scores})" if scores else "")
             if self._is_best(self.result):
                 others.append(self.folder.best)

@@ -78,12 +78,15 @@ def write_weights(path: Path, weights: Mapping[str, Tensor], format_name: str | 
 
 
 def state_in(content: Any, path: Path) -> dict[str, Tensor]:
-    """Return the state dict in a checkpoint, or the content itself; averaged weights are preferred.
+    """Return the state dict in a checkpoint, or the content itself.
+
+    Averaged weights are preferred, unless the checkpoint is one of ours whose other weights were evaluated as better.
 
     Raises:
         InputError: no state dict, or values that cannot be weights.
     """
-    for state in (*(_entry(content, name) for name in WRAPPERS), content):
+    names = ("model",) if _entry(content, "training.progress.raw_is_better") else WRAPPERS
+    for state in (*(_entry(content, name) for name in names), content):
         if isinstance(state, Mapping) and state and all(isinstance(tensor, Tensor) for tensor in state.values()):
             break
     else:

@@ -26,6 +26,7 @@ from detr_bf.engine.optimizer import RunSchedule
 from detr_bf.engine.recovery import load_capture
 from detr_bf.engine.state import TrainingState
 from detr_bf.evaluation import ScoreThresholds
+from detr_bf.interop.weights import read_state
 from detr_bf.losses import LossReport
 from tests.engine.steps import BATCHES, CLASSES, FEATURES, Examples, examples, regression, spoilt, squared_error
 from tests.kernels import A_GPU
@@ -371,6 +372,8 @@ def test_the_better_of_raw_and_averaged_weights_are_those_of_the_best(
     assert result.score == scores[len(calls.split()) - 1], "that of the last evaluation, whose outputs are written"
     checkpoint = load_checkpoint(tmp_path / "best.pt")
     assert checkpoint.weights is (checkpoint.model if which == "raw" else checkpoint.ema)
+    read = read_state(tmp_path / "best.pt")  # for init_from
+    assert all(torch.equal(value, read[name]) for name, value in checkpoint.weights.items())
     for record, names, of_epoch in zip(records(tmp_path, "val"), (calls.split()[:2], found[:2]), (0, 2), strict=True):
         numbers = [None if math.isnan(each) else each for each in scores[of_epoch : of_epoch + 2]]
         assert {f"score/{name}": number for name, number in zip(names, numbers, strict=True)}.items() <= record.items()

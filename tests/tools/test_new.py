@@ -44,6 +44,7 @@ def test_the_config_trains_as_written(photos: Path, tmp_path: Path, capsys: pyte
     assert any(line.startswith("# Classes, with training boxes: ") and "dog (8)" in line for line in head)
     assert any(line.startswith("# warning few-images: ") for line in head)
     small = ["data.transforms.short_sides=[32]", "data.transforms.max_size=64", "data.transforms.eval_short_side=32"]
+    small.append("train.ema.decay=auto")
     run, command = tmp_path / "runs" / "mine", ["train", "mine.yaml", "data.workers=0", "report=true", *small]
     assert main([*command, "train.max_steps=1", "train.epochs=4"]) == 0
     assert (run / "report.html").is_file()
