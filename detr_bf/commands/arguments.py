@@ -103,7 +103,7 @@ def _config_file(text: str) -> Path:
         near = difflib.get_close_matches(text, known, n=3, cutoff=0.4)
         hint = f"; nearest names: {', '.join(near)}" if near else ""
         raise InputError(
-            f"'{printable(text)}' is neither a file nor a packaged config{hint}. 'detr-bf recipes' lists all "
+            f"'{printable(text)}' is neither a file or folder nor a packaged config{hint}. 'detr-bf recipes' lists all "
             f"{len(known)}; settings are given as key=value"
         )
     return known[text]
