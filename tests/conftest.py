@@ -27,6 +27,12 @@ def _log_of_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logging.getLogger("detr_bf"), "propagate", True)
 
 
+@pytest.fixture(autouse=True)
+def _no_published_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no test fetch published weights, from which fine-tuning starts by default: the address is none."""
+    monkeypatch.setenv("DETR_BF_MIRROR", "no-address")
+
+
 def _painted(width: int, height: int, image: int, boxes: Sequence[Sequence[int]]) -> Image.Image:
     """Draw an RGB image: a dark pattern that depends on the image, each box (x, y, w, h) in one colour.
 

@@ -208,7 +208,7 @@ def data_source(config: DetectionConfig, split: str) -> Source:
     The annotations are a file, or their content if ``data.root`` or a division of the training images is set.
 
     A relative path that does not exist is searched below $DETECTRON2_DATASETS, if that is set, both as given and
-    without a leading ``data/``.
+    without a leading ``data/``. With ``data.skip_unreadable`` images that cannot be decoded are left out.
 
     Raises:
         InputError: the image folder or the annotation file is not set, or a path is not below $DETECTRON2_DATASETS;
@@ -216,20 +216,30 @@ def data_source(config: DetectionConfig, split: str) -> Source:
     """
     data = config.data
     if not (data.folds or data.val_fraction):
-        return _given_source(data, split)
+        return _readable_source(data, split)
     from detr_bf.data.formats import divided, images_of  # not needed for COCO files
 
-    source = _given_source(data, "train")
+    source = _readable_source(data, "train")
     shares = (1 / data.folds,) * data.folds if data.folds else (1 - data.val_fraction, data.val_fraction)
     content, parts = divided(source, shares, data.split_seed, max(1, data.workers), data.max_pixels)
     held_out = parts[data.fold if data.folds else 1]
     chosen = held_out if split == "val" else set().union(*parts) - held_out
-    return source._replace(annotations=images_of(content, chosen, content.path))
+    skipped = source.skipped if split == "train" else ()
+    return source._replace(annotations=images_of(content, chosen, content.path), skipped=skipped)
 
 
 def data_sources(config: DetectionConfig) -> dict[str, Source]:
     """Return the sources of ``train`` and, if it is given, ``val``, see :func:`data_source`."""
     return {split: data_source(config, split) for split in (("train", "val") if config.data.has_val else ("train",))}
+
+
+def _readable_source(data: DataConfig, split: str) -> Source:
+    source = _given_source(data, split)
+    if not data.skip_unreadable or source.panoptic:
+        return source
+    from detr_bf.data.formats import readable  # not needed without this setting
+
+    return readable(source, data.skip_unreadable, max(1, data.workers), data.max_pixels)
 
 
 def _given_source(data: DataConfig, split: str) -> Source:

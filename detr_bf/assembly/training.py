@@ -16,7 +16,7 @@ import torch
 
 from detr_bf.common import distributed
 from detr_bf.common.errors import InputError
-from detr_bf.common.files import cache_folder, check_weights
+from detr_bf.common.files import cache_folder, check_weights, is_file
 from detr_bf.common.structures import ClassMap
 from detr_bf.common.text import counted, listed
 from detr_bf.config import DetectionConfig, RunConfig, config_to_dict, flatten_settings
@@ -37,7 +37,7 @@ from detr_bf.engine import (
 )
 from detr_bf.engine.checkpoint import stored_classes
 from detr_bf.export.sharing import is_shared, load_shared
-from detr_bf.interop.published import find_weights
+from detr_bf.interop.published import find_weights, published
 
 logger = logging.getLogger(__name__)
 
@@ -374,7 +374,12 @@ def read_initial_weights(path: Path) -> dict[str, torch.Tensor]:
     """
     from detr_bf.interop.weights import read_weights  # needed only with init_from
 
-    return read_weights(checkpoint_of(find_weights(path)))
+    try:
+        return read_weights(checkpoint_of(find_weights(path)))
+    except InputError as error:
+        if (known := published(str(path))) and is_file(known.path):
+            raise InputError(f"{error}. It is the copy of published weights: delete it to download it again") from error
+        raise
 
 
 def initial_classes(path: str) -> ClassMap | None:

@@ -103,7 +103,7 @@ def _config_file(text: str) -> Path:
         near = difflib.get_close_matches(text, known, n=3, cutoff=0.4)
         hint = f"; nearest names: {', '.join(near)}" if near else ""
         raise InputError(
-            f"'{printable(text)}' is neither a file nor a packaged config{hint}. 'detr-bf recipes' lists all "
+            f"'{printable(text)}' is neither a file or folder nor a packaged config{hint}. 'detr-bf recipes' lists all "
             f"{len(known)}; settings are given as key=value"
         )
     return known[text]
@@ -134,8 +134,9 @@ detr-bf finetune photos/                                     # the run is writte
 detr-bf finetune photos/ --output runs/mine --model dino_r50_4scale train.epochs=12
 detr-bf finetune photos/ --init-from detr_r50 --model detr_r50
 
-FOLDER is read as data.root is (docs/data.md). detr_bf.finetune is the same in Python; 'detr-bf new' writes the settings
-to a file instead.
+FOLDER is read as data.root is (docs/data.md); photographs that cannot be decoded are left out. Training starts from the
+weights published for the recipe, if they are in the cache or can be downloaded, and says so; init_from=null: from the
+backbone's weights. detr_bf.finetune is the same in Python; 'detr-bf new' writes the settings to a file instead.
 """
 _CHECK = """Check the data of a config or folder, and print all errors and warnings; exit code 2 if there are errors.
 
@@ -261,7 +262,8 @@ detr-bf new photos/ --model dino_r50_4scale --output mine.yaml
 
 FOLDER is read as data.root is: COCO, Roboflow, Pascal VOC, YOLO or CSV. The config states all settings that differ from
 the defaults: those of the recipe and of the preset finetune, and those chosen for the data (splits, epochs,
-augmentation, queries). Exit code 1: the config is written, and the data have errors to correct before training.
+augmentation, queries, published weights to start from, which are fetched). Exit code 1: the config is written, and the
+data have errors to correct before training.
 """
 
 

@@ -37,6 +37,8 @@ def main(options: argparse.Namespace) -> int:
     report = task.examine()
     print(safe_message("\n".join(filter(None, (str(report), task.settings_text())))))
     if report.errors:
+        if text := task.advice(report, shlex.join([*options.config, *options.settings])):
+            print(safe_message(text))
         return 2
     if sheet is not None:
         print(safe_message(sheet()))
@@ -46,9 +48,12 @@ def main(options: argparse.Namespace) -> int:
 def _checked(options: argparse.Namespace) -> tuple[Any, list[str], list[str]]:
     """Return the config whose data are checked, the configs in the form of the command line, and the overrides.
 
-    A run folder stands for the config in it, a folder of images for data.root with the splits of fine-tuning.
+    A run folder stands for the config in it, a folder of images for data.root with the splits of fine-tuning, and
+    without a config for those that fine-tuning chooses.
     """
     words = [*options.config, *options.settings]
+    if not words:
+        raise InputError("give the folder of a data set, a config or a run to check (docs/data.md)")
     folders = [text for text in words if is_folder(text) and text not in packaged_configs()]
     if not folders:
         files, overrides = split_settings(words)
@@ -66,7 +71,8 @@ def _checked(options: argparse.Namespace) -> tuple[Any, list[str], list[str]]:
     configs = files or [packaged_configs()["finetune"]]
     overrides = [f"data.root={json.dumps(str(folder), ensure_ascii=False)}", *overrides]
     overrides += folder_splits(load_config(configs, overrides, task="detection").data)
-    return load_config(configs, overrides, task="detection"), [str(each) for each in configs], overrides
+    named = [text for text in words if text not in folders and text not in overrides]
+    return load_config(configs, overrides, task="detection"), named, overrides
 
 
 def _augmented_sheet(config: RunConfig, given: Path | None, count: int | None) -> Callable[[], str] | None:
@@ -95,6 +101,7 @@ def _fix(config: RunConfig, output: Path, given: Sequence[str], overrides: Seque
     from detr_bf.tasks.corrected import SETTINGS_FILE, check_new_folder, write_corrected  # not needed for training
 
     check_new_folder(output, config)
+    config.data.skip_unreadable = 0.0  # what is left out is listed
     try:
         print(safe_message(task_of(config).examine()), flush=True)
     except InputError as error:  # a file that the checks cannot read may still be corrected
@@ -102,5 +109,6 @@ def _fix(config: RunConfig, output: Path, given: Sequence[str], overrides: Seque
     print(safe_message(write_corrected(config, output)))
     paths = ("data.root", "data.format", "data.train.", "data.val", "data.fold", "data.split_seed")
     kept = [each for each in overrides if not each.strip().startswith(paths)]
-    print(printable(f"next: {shlex.join(['detr-bf', 'train', *given, str(output / SETTINGS_FILE), *kept])}"))
+    words = ["train", *given, str(output / SETTINGS_FILE)] if given else ["finetune", str(output)]
+    print(printable(f"next: {shlex.join(['detr-bf', *words, *kept])}"))
     return 0

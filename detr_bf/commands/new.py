@@ -18,14 +18,14 @@ from detr_bf.common.text import listed, printable, safe_message
 from detr_bf.config import DetectionConfig, config_to_dict, flatten_settings, load_config, packaged_configs
 from detr_bf.data.checks.annotations import Report
 from detr_bf.data.coco import CocoAnnotations, read_annotations
-from detr_bf.inference.finetuning import MOST_EPOCHS, chosen_settings, fine_tuning_files
+from detr_bf.inference.finetuning import MOST_EPOCHS, chosen_settings, fine_tuning_files, published_start
 from detr_bf.tasks import task_of
 from detr_bf.tasks.corrected import yaml_text
 
 _MOST_CLASSES = 100  # named in the comment
 _COMMENTS = {  # of settings, in the order of the file; the others follow as those of the recipe
     "output_dir": "folder of the run, new for each run",
-    "init_from": "checkpoint of a trained detector to start from (docs/fine_tuning.md)",
+    "init_from": "trained detector to start from: published weights, or a checkpoint; null: the backbone's weights",
     "data.root": "folder of the data set",
     "data.train.split": "training images; null: all images of the folder",
     "data.val.split": "validation images, for the AP after each epoch; null with val_fraction",
@@ -69,6 +69,8 @@ def main(options: argparse.Namespace) -> int:
         raise InputError(f"--output {printable(path)} exists: name another file; nothing is replaced")
     files, own = fine_tuning_files(model)
     given = [f"data.root={yaml_text(str(folder.resolve()))}", f"output_dir={yaml_text(f'runs/{path.stem}')}", *own]
+    start, said = published_start(model, files, given)
+    given += start
     augment, chosen = chosen_settings(files, given)
     files.append(packaged_configs()[f"augment_{augment}"])
     config: DetectionConfig = load_config(files, [*given, *chosen], task="detection")
@@ -77,7 +79,13 @@ def main(options: argparse.Namespace) -> int:
     config.model.num_queries = max(config.model.num_queries, most)
     report = task_of(config).examine()
     print(safe_message(report))
-    write_text(path, "\n".join([*_head(path, printable(model), config, content, report), *_settings(config), ""]))
+    if said:
+        print(safe_message(said))
+    lines = [
+        *_head(path, printable(model), config, content, report),
+        *[f"# {printable(said, limit=2000)}"] * bool(said),
+    ]
+    write_text(path, "\n".join([*lines, *_settings(config), ""]))
     shown = shlex.quote(printable(path))
     if report.errors:
         print(f"wrote {shown}; next: correct the errors, or detr-bf check {shown} --fix FOLDER for a corrected copy")

@@ -57,6 +57,7 @@ _BLOCK = 2**20  # objects whose boxes are converted together
 _PARTS = ("images", "annotations", "categories")
 REQUIRED_KEYS = {"images": ("id", "file_name"), "annotations": ("image_id", "category_id"), "categories": ("id",)}
 _REQUIRED_PANOPTIC = {**REQUIRED_KEYS, "annotations": ("image_id", "file_name", "segments_info")}
+_FIX = "; 'detr-bf check CONFIG --fix OUT' writes a copy without such entries of data.train.annotations and data.val"
 _KINDS = {"file_name": (str, "a string"), "segments_info": (list, "a list")}  # other values are whole numbers
 
 
@@ -104,6 +105,7 @@ class Source(NamedTuple):
     images: Path  # folder
     annotations: Path | CocoAnnotations  # COCO JSON, detection or panoptic, or its content
     panoptic: Path | None = None  # folder with the PNGs of a panoptic file; not needed for boxes
+    skipped: tuple[str, ...] = ()  # images that cannot be decoded and are left out, each with the reason
 
 
 def read_annotations(path: Path | CocoAnnotations, content: Any = None) -> CocoAnnotations:
@@ -376,7 +378,7 @@ class CocoDetection(Dataset[LoadedSample]):
             except ValueError as error:
                 image = f"image {self.image_ids[index]}, {printable(self.file_names[index])}"
                 raise InputError(
-                    f"{image} has no usable masks: {error}; correct its annotation or remove the image"
+                    f"{image} has no usable masks: {error}; correct it or drop the image, see detr-bf check --fix"
                 ) from error
             seen = has_pixels(masks)
             boxes, labels, masks = boxes[seen], labels[seen], masks[seen]
@@ -426,7 +428,8 @@ def _check_form(file: Path, content: object) -> bool:
     where = f"{path} is not a COCO panoptic file" if panoptic else where
     for part, required in (_REQUIRED_PANOPTIC if panoptic else REQUIRED_KEYS).items():
         for number, entry in enumerate(content[part]):
-            check_entry(f"{where}: {part}[{number}]", entry, required)
+            fix = "" if panoptic or part == "categories" else _FIX
+            check_entry(f"{where}: {part}[{number}]", entry, required, fix)
     if not content["images"]:
         raise InputError(f"{path} lists no images")
     category_ids = [category["id"] for category in content["categories"]]
@@ -456,17 +459,17 @@ def _check_segments(where: str, annotations: Sequence[Mapping[str, Any]]) -> Non
                 raise InputError(f"{here}: {error}") from None
 
 
-def check_entry(where: str, entry: object, required: Sequence[str]) -> None:
+def check_entry(where: str, entry: object, required: Sequence[str], advice: str = "") -> None:
     """Raise :class:`InputError` unless an entry of a COCO list is an object with the required keys."""
     if not isinstance(entry, dict):
-        raise InputError(f"{where} is {type(entry).__name__}, expected an object")
+        raise InputError(f"{where} is {type(entry).__name__}, expected an object{advice}")
     for key in required:
         kind, expected = _KINDS.get(key, (int, f"a whole number from 0 to {MAX_INT}"))
         if key not in entry:
-            raise InputError(f"{where} has no {key}; it has {printable(', '.join(entry)) or 'nothing'}")
+            raise InputError(f"{where} has no {key}; it has {printable(', '.join(entry)) or 'nothing'}{advice}")
         value = entry[key]
         if not (is_id(value) if kind is int else isinstance(value, kind)):
-            raise InputError(f"{where}: {key} is {value_text(value)}, expected {expected}")
+            raise InputError(f"{where}: {key} is {value_text(value)}, expected {expected}{advice}")
 
 
 def _ordered_objects(
@@ -570,7 +573,8 @@ def _segmentations(
 
 
 def _unusable(content: CocoAnnotations, problem: str) -> InputError:
-    return InputError(f"{printable(content.path)}: {problem}; detr-bf check lists all that is wrong with the data")
+    fix = "" if content.maps else "; with --fix OUT it writes a copy without it"
+    return InputError(f"{printable(content.path)}: {problem}; detr-bf check lists all that is wrong with the data{fix}")
 
 
 def _first_problem(

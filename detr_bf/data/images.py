@@ -138,7 +138,10 @@ def read_image(
         raise InputError(f"image file {shown} does not exist; check the image folder and the file names") from None
     except ValueError as error:
         shown = printable(path)
-        raise InputError(f"image file {shown} cannot be used: {error}; replace the file or drop the image") from error
+        raise InputError(
+            f"image file {shown} cannot be used: {error}; replace the file or drop the image; 'detr-bf "
+            "check DATA --fix OUT' writes a copy of a data set without it"
+        ) from error
 
 
 def decode_image(data: bytes, max_pixels: int = MAX_PIXELS, *, grey_bits: int | None = None) -> Tensor:

@@ -466,6 +466,7 @@ class Recovery:
                 TrainingError(
                     f"{progress.replaced} images of this epoch cannot be read, data.max_unreadable allows "
                     f"{self.max_replaced:g}: see the messages above and check the disk. The last checkpoint is "
-                    f"{self.state.folder.last}; continue with --resume"
+                    f"{self.state.folder.last}; continue with --resume, or 'detr-bf check DATA --fix OUT' writes a "
+                    "copy of detection data without these images for a new run"
                 )
             )

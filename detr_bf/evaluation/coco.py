@@ -346,7 +346,10 @@ def _run_lengths_of(annotation: Mapping[str, Any], size: tuple[int, int] | None)
     try:
         masks = Segmentations([parts_of(annotation.get("segmentation"), size)]).read(0, slice(0, 1), size)
     except ValueError as error:
-        raise InputError(f"{where} has no usable mask: {error}; detr-bf check lists all of them") from error
+        raise InputError(
+            f"{where} has no usable mask: {error}; detr-bf check lists all of them, and with --fix OUT it writes a "
+            "copy without them"
+        ) from error
     return encoded(masks[0])
 
 
@@ -356,7 +359,7 @@ def _complete(path: Path, annotation: Mapping[str, Any], number: int, masks: boo
     except ValueError as error:
         raise InputError(
             f"{printable(path)}: image {annotation['image_id']} has {error}; detr-bf check lists everything that "
-            "is wrong with the data"
+            "is wrong with the data, and with --fix OUT it writes a corrected copy"
         ) from None
     return {
         "id": number,

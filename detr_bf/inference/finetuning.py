@@ -10,18 +10,23 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypedDict, overload
 
+import torch
+
 from detr_bf.assembly.data import data_source
 from detr_bf.assembly.training import LEAST_RATE, RUN_STEPS
+from detr_bf.common import distributed
 from detr_bf.common.errors import InputError
+from detr_bf.common.files import CONFIG_FILE, file_size, is_file
 from detr_bf.common.progress import setup_logging
-from detr_bf.common.text import printable
-from detr_bf.config import DetectionConfig, load_config, own_settings, packaged_configs
-from detr_bf.config.common import AUTO
+from detr_bf.common.text import listed, printable
+from detr_bf.config import DetectionConfig, load_config, own_settings, packaged_configs, saved_config
+from detr_bf.config.common import AUTO, TrainConfig
 from detr_bf.config.data import DataConfig
 from detr_bf.data.coco import read_annotations
 from detr_bf.data.formats import read_folder
 from detr_bf.inference.loading import VAL_NAMES, load, recipe_file
 from detr_bf.inference.predictor import Predictor
+from detr_bf.interop.published import get_published, published_for
 from detr_bf.tasks import task_of
 from detr_bf.tasks.run import Outcome, dry_run_training, train
 
@@ -33,6 +38,8 @@ logger = logging.getLogger(__name__)
 MOST_EPOCHS = 300
 AUGMENTATION = ("none", "light", "strong")
 SHORT_RUN = 10  # epochs at most without augmentation; docs/results.md has the measurements behind these numbers
+ANSWER_SECONDS = 5.0  # seconds for the answer of a server that has published weights
+_FREE_SETTINGS = ("model.num_queries", "model.dropout")  # weights of the same detector fit
 VAL_FRACTION = 0.2  # of a folder without validation split
 TRAIN_NAMES = ("train", "train2017", "training")
 _OTHER_NAMES = ("trainval", "test", "test2017", "testing")  # they, too, show that a folder has splits
@@ -87,7 +94,8 @@ def finetune(
         output: new folder of the run, or with ``resume`` the folder of a run.
         model: name of a recipe (:func:`detr_bf.list_models`) or of another packaged config (``demo``), or a YAML file,
             whose own settings replace those of fine-tuning.
-        init_from: checkpoint or run to start from; by default the backbone's weights that the recipe names.
+        init_from: checkpoint or run to start from; by default the weights published for the recipe, and without them
+            (or with the override ``init_from=null``) the backbone's weights that the recipe names.
         augment: none, light or strong (``configs/augment_*.yaml``); by default light, and none in a run of
             ``SHORT_RUN`` epochs or fewer. Strong augmentation ends with the last tenth of the epochs.
         resume: continue the run in ``output`` if there is one.
@@ -142,16 +150,33 @@ def fine_tuned(
         if name not in names
     ]
     files, own = fine_tuning_files(model)
+    setup_logging()
+    chosen += _start(model, files, [*own, *chosen, *overrides], resume)
     augment, more = chosen_settings(files, [*own, *chosen, *overrides], augment)
     files, chosen = [*files, packaged_configs()[f"augment_{augment}"]], [*own, *chosen, *more]
     config: DetectionConfig = load_config(files, [*chosen, *overrides], task="detection")
-    setup_logging()
     command = ["detr-bf", "train", model, "finetune", f"augment_{augment}", *chosen, *overrides]
     command += ["--auto-resume"] * resume + ["--dry-run"] * dry_run
     logger.info("same as: %s", printable(shlex.join(command), limit=2000))
     if dry_run:
         return config, dry_run_training(task_of(config))
     return config, train(task_of(config), resume_if_possible=resume)
+
+
+def _start(model: str, files: Sequence[Path], given: Sequence[str], resume: bool) -> list[str]:
+    """Return the setting of the weights to start from, and log it: those of the run to resume, or published ones.
+
+    The main rank decides for all ranks.
+    """
+    before = Path(load_config(files, given, task="detection").output_dir) / CONFIG_FILE
+    if resume and is_file(before) and "init_from" not in (each.partition("=")[0].strip() for each in given):
+        stored: DetectionConfig = saved_config(before)
+        return [f"init_from={json.dumps(stored.init_from)}"]
+    with distributed.process_group(torch.device("cpu"), timeout_minutes=TrainConfig.timeout_minutes):
+        chosen, text = distributed.run_on_main(lambda: published_start(model, files, given))
+    if text:
+        logger.info("%s", text)
+    return chosen
 
 
 def fine_tuning_files(model: str) -> tuple[list[Path], list[str]]:
@@ -167,6 +192,44 @@ def fine_tuning_files(model: str) -> tuple[list[Path], list[str]]:
     path = packaged.get(model) or recipe_file(model)
     own = [] if path in packaged.values() else own_settings(path)
     return [path, packaged["finetune"]], [setting for setting in own if not setting.startswith(_PATH_SETTINGS)]
+
+
+def published_start(model: str, files: Sequence[Path], given: Sequence[str]) -> tuple[list[str], str]:
+    """Return the setting of the published weights from which training starts, and a sentence about its start.
+
+    There is no setting, and no sentence, if ``init_from`` is given. There is none if no weights are published for the
+    model, it is given as another one, or the weights are neither in the cache nor can be downloaded.
+
+    Args:
+        model: name of a recipe; a file of the user has no published weights.
+        files: configs of the detector and of fine-tuning.
+        given: settings, which win over the files.
+    """
+    config: DetectionConfig = load_config(files, given, task="detection")
+    names = {each.partition("=")[0].strip() for each in given}
+    if config.init_from or "init_from" in names:
+        return [], ""
+    if config.data.root:
+        read_folder(Path(config.data.root), config.data.format)  # its errors come before a download
+    own = config.model.backbone.weights
+    backbone = f"start: {'random weights' if own == 'none' else f'the weights of the backbone alone ({own})'}"
+    weights = published_for(model)
+    if weights is None:
+        known = "'detr-bf recipes --weights' lists those that init_from=NAME starts from"
+        return [], f"{backbone}, because no detector of COCO is published for {printable(model)}; {known}"
+    named = f"the published weights {weights.name} (licence {weights.licence or 'not stated'}, trained on COCO"
+    if others := sorted(name for name in names if name.startswith("model.") and name not in _FREE_SETTINGS):
+        fits = f"because {listed(others)} may make another detector; init_from={weights.name} takes what fits"
+        return [], f"{backbone} and not {named}), {fits}"
+    try:
+        path = get_published(weights, ANSWER_SECONDS)
+    except InputError as error:
+        place = shlex.quote(str(weights.path))
+        fetch = f" To start from them: 'curl --create-dirs -Lo {place} {weights.url}', or copy the file there"
+        return [], f"{backbone} and not {named}): {error}{fetch if weights.url else ''}"
+    source = weights.name if not Path(weights.name).exists() else str(path)
+    size = f"{file_size(path) / 1e6:.3g} MB"
+    return [f"init_from={json.dumps(source)}"], f"start: {named}, {size}, from {weights.source})"
 
 
 def chosen_settings(files: Sequence[Path], given: Sequence[str], augment: str | None = None) -> tuple[str, list[str]]:

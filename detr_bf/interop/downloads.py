@@ -11,6 +11,7 @@ import logging
 import os
 import re
 import socket
+import threading
 import time
 import urllib.error
 import urllib.parse
@@ -57,7 +58,7 @@ class DownloadError(Exception):
         self.final = final
 
 
-def download_file(url: str, target: Path, *, sha256: str = "", advice: str = "") -> Path:
+def download_file(url: str, target: Path, *, sha256: str = "", advice: str = "", patience: float | None = None) -> Path:
     """Download a file unless it is there, and return its path.
 
     Data are written to ``target`` with the suffix ``.part``. A later call asks for the rest of it, if the server states
@@ -70,6 +71,8 @@ def download_file(url: str, target: Path, *, sha256: str = "", advice: str = "")
         sha256: hexadecimal SHA-256 of the file, or the beginning of it. Without it, that of the header
             ``X-Linked-Etag`` (Hugging Face Hub) is compared if there is one.
         advice: what to do without a network, for the error.
+        patience: seconds within which the server must answer at all, without another attempt, for a file that is
+            useful but not needed.
 
     Raises:
         InputError: there is no such file, no connection, or another content than expected.
@@ -87,6 +90,8 @@ def download_file(url: str, target: Path, *, sha256: str = "", advice: str = "")
             return target
         part = target.with_name(f"{target.name}.part")
         try:
+            if patience is not None:
+                _check_answer(url, part, patience)
             expected = _fetch(url, part, sha256)
             _verify(part, expected, url)
         except DownloadError as error:
@@ -117,6 +122,27 @@ def _locked(target: Path) -> Iterator[None]:
         yield
     finally:
         lock.release()
+
+
+def _check_answer(url: str, part: Path, seconds: float) -> None:
+    """Ask for the file without reading it (DownloadError: no answer that holds it within ``seconds``).
+
+    A thread waits, because the search for the address of a host has no limit of time.
+    """
+    fault: list[Exception] = [DownloadError(f"no answer within {seconds:g} s")]
+
+    def ask() -> None:
+        try:
+            with _opened(url, part):
+                fault.clear()
+        except (DownloadError, InputError) as error:
+            fault[:] = [error]
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if fault:
+        raise fault[0]
 
 
 def _fetch(url: str, part: Path, sha256: str) -> str:

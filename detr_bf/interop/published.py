@@ -70,11 +70,24 @@ def published(name: str) -> PublishedWeights | None:
     return _TABLE.get(name)
 
 
-def get_published(weights: PublishedWeights) -> Path:
+def published_for(recipe: str) -> PublishedWeights | None:
+    """Return the published weights of the detector of a recipe, None if there are none.
+
+    Those of a recipe with batch attention are those of the detector without it.
+    """
+    plain = recipe.removesuffix("_bfv2")
+    rows = [row for row in _TABLE.values() if row.recipe == plain and not row.settings]
+    return max(rows, key=lambda row: (bool(row.url), row.name == plain, row.name), default=None)
+
+
+def get_published(weights: PublishedWeights, patience: float | None = None) -> Path:
     """Return the file of published weights, downloaded into the cache if it is not there.
 
     With $DETR_BF_MIRROR it comes from that address, under its name in the cache; with $HF_ENDPOINT files of the
     Hugging Face Hub come from there.
+
+    Args:
+        patience: as in :func:`~detr_bf.interop.downloads.download_file`; the caller then says what to do without them.
 
     Raises:
         InputError: see :func:`detr_bf.interop.downloads.download_file`; or the weights can be got only by hand and are
@@ -91,10 +104,14 @@ def get_published(weights: PublishedWeights) -> Path:
     hub = os.environ.get("HF_ENDPOINT", "").rstrip("/") or HUB
     url = f"{mirror}/{weights.file}" if mirror else weights.url.replace(HUB, hub, 1)
     advice = (
-        f" Otherwise download {weights.url or f'the file from {weights.source}'} elsewhere and save it as "
-        f"{printable(path)}, or set DETR_BF_MIRROR to a web folder with a file {weights.file}"
+        ""
+        if patience is not None
+        else (
+            f" Otherwise download {weights.url or f'the file from {weights.source}'} elsewhere and save it as "
+            f"{printable(path)}, or set DETR_BF_MIRROR to a web folder with a file {weights.file}"
+        )
     )
-    return download_file(url, path, sha256=weights.sha256 or "", advice=advice)
+    return download_file(url, path, sha256=weights.sha256 or "", advice=advice, patience=patience)
 
 
 def find_weights(given: str | Path) -> Path:

@@ -1,4 +1,7 @@
-"""Folder with annotations without errors, for ``detr-bf check --fix``; the given data are only read."""
+"""Data set folder without errors, for ``detr-bf check --fix``; the given data are only read.
+
+It holds COCO files and the images, as hard links where the file system can make them, so that every command reads it.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,18 @@ import csv
 import json
 import os
 import re
+import shutil
 from collections import Counter
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Iterator, Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any
 
 from detr_bf.assembly.data import data_root, data_sources, references_folder
 from detr_bf.common.errors import InputError
 from detr_bf.common.files import (
     atomic_write,
     check_output_folder,
+    is_file,
     make_output_folder,
     output_path,
     remove_empty,
@@ -26,10 +32,11 @@ from detr_bf.config import DetectionConfig
 from detr_bf.data.checks.annotations import Report
 from detr_bf.data.checks.correction import Corrected, Correction, corrected_splits
 from detr_bf.data.coco import Source
+from detr_bf.data.references import KEY, own_files
 from detr_bf.tasks.detection import DetectionTask
 
 CHANGES_FILE = "changes.csv"
-SETTINGS_FILE = "data.yaml"
+SETTINGS_FILE = "corrected.yaml"  # not data.yaml, by which folders of YOLO are known
 _OPTION = "--fix"
 _PLURALS = {"annotation": "annotations", "category": "categories", "image": "images"}
 
@@ -48,7 +55,7 @@ def check_new_folder(output: Path, config: DetectionConfig) -> None:
 
 
 def write_corrected(config: DetectionConfig, output: Path) -> str:
-    """Write corrected annotations, the list of changes and a config with the paths; return the text about them.
+    """Write images, corrected annotations, the list of changes and a config with the paths; return text about them.
 
     Args:
         output: a folder for which :func:`check_new_folder` has passed.
@@ -75,21 +82,70 @@ def write_corrected(config: DetectionConfig, output: Path) -> str:
     report = DetectionTask(config).examine(kept)
     if report.errors:
         raise InputError(f"these errors cannot be corrected by {_OPTION}; nothing was written\n{report}")
-    settings = _settings(config, output, splits)
+    references = {name: _references(config, name, each) for name, each in splits.items()}
     folders = make_output_folder(output, _OPTION)
     try:
         for name, each in splits.items():
-            parts = {key: getattr(each.content, key) for key in ("images", "annotations", "categories")}
-            write_json(_annotations(output, name), parts)
+            images = list(_with_images(output, name, each, references[name]))
+            parts = {key: getattr(each.content, key) for key in ("annotations", "categories")}
+            write_json(_annotations(output, name), {"images": images, **parts})
         _write_changes(output / CHANGES_FILE, splits)
-        write_text(output / SETTINGS_FILE, settings)
+        write_text(output / SETTINGS_FILE, _settings(output, splits))
     except OSError as error:
+        for made in ("images", "references"):
+            shutil.rmtree(output / made, ignore_errors=True)
         remove_empty(folders)
         raise InputError(
             f"{_OPTION} {printable(output)} cannot be written ({error.strerror or error}): free some space, or choose "
             "another folder"
         ) from error
     return _summary(output, splits, report)
+
+
+def _references(config: DetectionConfig, split: str, corrected: Corrected) -> list[Path | None]:
+    """Return the own reference of each image of a split, None for an image without one."""
+    folder, images = references_folder(config, split), corrected.content.images
+    if folder is None and config.data.reference != "own":
+        return [None] * len(images)
+    return own_files(images, corrected.images, folder)
+
+
+def _with_images(
+    output: Path, split: str, corrected: Corrected, references: list[Path | None]
+) -> Iterator[dict[str, Any]]:
+    """Put the images and their references into ``output``; yield the entries of the images with the new names."""
+    used: set[str] = set()
+    for image, reference in zip(corrected.content.images, references, strict=True):
+        name = _new_name(image, used)
+        _link(corrected.images / image["file_name"], output / "images" / split / name)
+        own = {}
+        if reference is not None and is_file(reference):
+            own = {KEY: f"references/{split}/{PurePosixPath(name).with_suffix(reference.suffix)}"}
+            _link(reference, output / own[KEY])
+        yield {**image, "file_name": f"images/{split}/{name}"} | own
+
+
+def _new_name(image: Mapping[str, Any], used: set[str]) -> str:
+    """Return the given name of an image, or a new one if that is hidden, leads out of the folder or is in ``used``."""
+    given = PurePosixPath(image["file_name"])
+    name = str(given)
+    if given.is_absolute() or any(part.startswith(".") for part in given.parts):
+        name = f"{image['id']}_{given.name.lstrip('.')}"
+    while name.casefold() in used:
+        name = f"_{name}"
+    used.add(name.casefold())
+    return name
+
+
+def _link(source: Path, target: Path) -> None:
+    """Make a hard link, or a copy where the file system cannot; an existing file is not replaced (FileExistsError)."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        os.link(source.resolve(), target)
+    except FileExistsError:
+        raise
+    except OSError:
+        shutil.copy2(source, target)
 
 
 def _annotations(output: Path, split: str) -> Path:
@@ -104,17 +160,13 @@ def _write_changes(path: Path, splits: Mapping[str, Corrected]) -> None:
             writer.writerows([printable(value, limit=400) for value in row] for row in each.rows)
 
 
-def _settings(config: DetectionConfig, output: Path, splits: Mapping[str, Corrected]) -> str:
-    lines = ["# Annotations corrected by detr-bf check --fix. Name this file after your config.", "data:"]
-    lines += ['  root: ""', "  val_fraction: 0.0", "  folds: 0", "  fold: 0"]
+def _settings(output: Path, splits: Mapping[str, Corrected]) -> str:
+    lines = ["# Data corrected by detr-bf check --fix. Name this file after your config.", "data:"]
+    lines += [f"  root: {yaml_text(str(output.resolve()))}", "  format: coco"]
+    lines += ["  val_fraction: 0.0", "  folds: 0", "  fold: 0"]
     for name in ("train", "val"):
-        folder, annotations = "", ""
-        if name in splits:
-            folder, annotations = (str(each.resolve()) for each in (splits[name].images, _annotations(output, name)))
-        paths = f"images: {yaml_text(folder)}, annotations: {yaml_text(annotations)}"
-        references = references_folder(config, name)
-        own = yaml_text(str(references.resolve())) if references else '""'
-        lines.append(f'  {name}: {{split: null, {paths}, panoptic: "", references: {own}}}')
+        split = name if name in splits else "null"
+        lines.append(f'  {name}: {{split: {split}, images: "", annotations: "", panoptic: "", references: ""}}')
     return "\n".join([*lines, ""])
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -49,9 +50,10 @@ from detr_bf.common import distributed
 from detr_bf.common.devices import device_of
 from detr_bf.common.errors import InputError
 from detr_bf.common.structures import Batch, ClassMap
+from detr_bf.common.text import printable
 from detr_bf.config import DetectionConfig, config_from_dict, config_to_dict
 from detr_bf.data.batches import SameSizeBatches, aspect_buckets, derive_seed, object_features, warn_of_mixed_batches
-from detr_bf.data.checks.annotations import Report, examine
+from detr_bf.data.checks.annotations import CORRECTED, Report, examine
 from detr_bf.data.checks.report import Split
 from detr_bf.data.checks.statistics import describe_splits
 from detr_bf.data.coco import CocoDetection, Source, check_annotations, read_annotations
@@ -128,6 +130,16 @@ class DetectionTask(Task[DetectionConfig]):
         for split in ("train", "val"):  # without a validation split there is no best checkpoint
             data_source(self.config, split)
         return super().check()
+
+    def advice(self, report: Report, given: str = "") -> str:
+        data = self.config.data
+        if data.train.panoptic or not any(each.code in CORRECTED for each in report.errors):
+            return ""
+        shown = given or (printable(shlex.quote(data.root)) if data.root else "CONFIG")
+        return (
+            f"to correct the data: 'detr-bf check {shown} --fix OUT' writes a folder without these errors, which all "
+            "commands read (docs/data.md)"
+        )
 
     def describe_data(self, splits: Sequence[str] = ("train", "val")) -> Mapping[str, Any] | None:
         """Return the statistics of the splits whose annotations can be read; None without any."""

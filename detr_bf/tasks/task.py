@@ -102,9 +102,17 @@ class Task(ABC, Generic[C]):
             return self.describe_data()
         report = self.examine()
         if report.errors:
-            raise InputError(f"the data cannot be trained on\n{report}")
+            raise InputError("\n".join(filter(None, (f"the data cannot be trained on\n{report}", self.advice(report)))))
         logger.info("%s", report)
         return report.statistics
+
+    def advice(self, report: Report, given: str = "") -> str:
+        """Return a sentence about the command that corrects errors of a report; empty if there is none.
+
+        Args:
+            given: arguments of ``detr-bf check`` that name the data.
+        """
+        return ""
 
     def settings_text(self) -> str:
         """Return sentences about batch attention of a detector, with the file that set it; empty for other tasks."""

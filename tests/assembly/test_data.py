@@ -47,7 +47,7 @@ def test_paths_are_found_below_the_datasets_of_detectron2(root: Path, prefix: st
     for split in ("train", "val"):
         folder = root / split
         wanted = (folder / "images", folder / "panoptic.json", folder / "panoptic")
-        assert data_source(config(prefix), split) == wanted
+        assert data_source(config(prefix), split)[:3] == wanted
     assert len(build_train_data(config(prefix))) == 4
 
 

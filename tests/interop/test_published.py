@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,12 +16,23 @@ from detr_bf.assembly import build_model
 from detr_bf.assembly.training import read_initial_weights
 from detr_bf.commands import main
 from detr_bf.common.errors import InputError
-from detr_bf.config import load_config
+from detr_bf.common.files import file_sha256
+from detr_bf.config import DetectionConfig, config_to_yaml, load_config, packaged_configs, saved_config
+from detr_bf.inference import finetuning
+from detr_bf.inference.finetuning import fine_tuning_files, published_start
 from detr_bf.inference.loading import list_models, recipe_config
 from detr_bf.interop import published as module
 from detr_bf.interop.classes import coco_classes
-from detr_bf.interop.published import PublishedWeights, find_weights, get_published, list_weights, published
+from detr_bf.interop.published import (
+    PublishedWeights,
+    find_weights,
+    get_published,
+    list_weights,
+    published,
+    published_for,
+)
 from detr_bf.interop.weights import under_our_names, write_weights
+from tests.data.formats.test_coco_and_csv import write
 from tests.server import WebServer, web_server
 
 TINY = [
@@ -176,3 +189,142 @@ def test_the_list_of_the_command_line(capsys: pytest.CaptureFixture[str]) -> Non
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["detr_r50", "159", "MB", "apache-2.0", "https://github.com/facebookresearch/detr"]
     assert lines[1].split()[:3] == ["dino_r50_4scale", "by", "hand"]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "name"),
+    [
+        ("rtdetr_r18", "rtdetr_r18"),
+        ("rtdetr_r50_bfv2", "rtdetr_r50"),
+        ("detr_r50_bfv2", "detr_r50"),
+        ("deformable_detr_r50_refine", "deformable_detr_r50_refine"),
+        ("h_deformable_detr_r50", "h_deformable_detr_r50_36ep"),
+        ("panoptic_detr_r50_bfv2", "detr_r50_panoptic"),
+        ("smca_r50", None),
+        ("demo", None),
+        ("mine.yaml", None),
+    ],
+)
+def test_the_weights_of_a_recipe(recipe: str, name: str | None) -> None:
+    row = published_for(recipe)
+    assert (row.name if row else None) == name
+
+
+@pytest.fixture
+def recipe(tiny: Path, tmp_path: Path, coco_folder: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Publish the small DETR as that of a recipe; return the arguments of a command on a folder of photographs."""
+    row = published("tiny_detr")
+    assert row is not None
+    monkeypatch.setitem(module._TABLE, "tiny_detr", replace(row, recipe="tiny_detr", settings=()))
+    config = recipe_config("detr_r50", [*TINY, "model.backbone.weights=none"])
+    (tmp_path / "tiny_recipe.yaml").write_text(config_to_yaml(config))
+    known = {**packaged_configs(), "tiny_detr": tmp_path / "tiny_recipe.yaml"}
+    monkeypatch.setattr(finetuning, "packaged_configs", lambda: known)
+    write(tmp_path / "photos", "train/annotations.json", "train", coco_folder(name="train"))
+    write(tmp_path / "photos", "val/annotations.json", "val", coco_folder(name="val", first_image_id=101))
+    return ["photos", "--model", "tiny_detr"]
+
+
+ONE_STEP = [
+    *("train.epochs=1", "train.max_steps=1", "data.workers=0", "report=false", "eval.pictures=0", "device=cpu"),
+    *("data.transforms.short_sides=[64]", "data.transforms.max_size=96", "data.transforms.eval_short_side=64"),
+]
+
+
+def test_fine_tuning_starts_from_published_weights(
+    recipe: list[str], server: WebServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They are named with size and licence in the log and in the config, and fetched once."""
+    size = f"{len(server.files['/tiny.pth']) / 1e6:.3g} MB"
+    sentence = f"start: the published weights tiny_detr (licence mit, trained on COCO, {size}, from https://page)"
+    assert main(["new", *recipe, "--output", "mine.yaml"]) == 0
+    assert f"\n{sentence}\n" in capsys.readouterr().out
+    written = Path("mine.yaml").read_text()
+    assert f"# {sentence}\n" in written
+    assert '\ninit_from: "tiny_detr"  # ' in written
+    fetched = list(server.requests)
+    assert len(fetched) == 2, "a question and the file"
+    assert main(["finetune", *recipe, "--output", "run", *ONE_STEP]) == 0
+    assert f"{sentence}\n" in capsys.readouterr().err
+    config: DetectionConfig = saved_config(Path("run") / "config.yaml")
+    assert config.init_from == "tiny_detr"
+    assert server.requests == fetched, "the file is in the cache"
+    module._TABLE["tiny_detr"].path.write_bytes(b"damaged")
+    assert main(["train", "mine.yaml", "--dry-run", *ONE_STEP]) == 2
+    assert "It is the copy of published weights: delete it to download it again" in capsys.readouterr().err
+    assert server.requests == fetched
+
+
+FAULTS: dict[str, tuple[Callable[[WebServer], Any], str]] = {
+    "no such file": (lambda server: server.files.clear(), "the server answered 404"),
+    "cut off": (lambda server: server.cuts.update({"/tiny.pth": [1000] * 9}), "the connection ended after 1,000 of"),
+    "another file": (lambda server: server.files.update({"/tiny.pth": b"another"}), "the SHA-256 of what arrived is"),
+    "no answer": (lambda server: setattr(server, "delay", 4.0), "no answer within 0.5 s"),
+    "an error of the server": (lambda server: server.statuses.update({"/tiny.pth": [503] * 9}), "answered 503"),
+    "a login": (lambda server: server.headers.update({"/tiny.pth": {"Content-Type": "text/html"}}), "a web page"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_without_the_weights_training_says_what_it_starts_from(
+    name: str, recipe: list[str], server: WebServer, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digest = file_sha256(tiny)
+    monkeypatch.setitem(module._TABLE, "tiny_detr", replace(module._TABLE["tiny_detr"], sha256=digest))
+    monkeypatch.setattr(finetuning, "ANSWER_SECONDS", 0.5)
+    change, reason = FAULTS[name]
+    change(server)
+    files, _ = fine_tuning_files("tiny_detr")
+    chosen, text = published_start("tiny_detr", files, ["data.root=photos"])
+    assert chosen == []
+    assert text.startswith(
+        "start: random weights and not the published weights tiny_detr (licence mit, trained on COCO)"
+    )
+    assert reason in text
+    assert f"'curl --create-dirs -Lo {module._TABLE['tiny_detr'].path} {server.url}/tiny.pth'" in text
+    assert not module._TABLE["tiny_detr"].path.exists()
+
+
+def test_a_resumed_run_keeps_its_start(
+    recipe: list[str], server: WebServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = dict(server.files)
+    server.files.clear()
+    command = ["finetune", *recipe, "--output", "run", *ONE_STEP]
+    assert main(command) == 0
+    assert "start: random weights and not the published weights" in capsys.readouterr().err
+    server.files.update(whole)
+    assert main([*command, "train.max_steps=2", "train.epochs=2", "--resume"]) == 0
+    assert "start: " not in capsys.readouterr().err
+    assert saved_config(Path("run") / "config.yaml").init_from is None
+
+
+def test_a_start_that_the_user_chose_stays(recipe: list[str], server: WebServer, tmp_path: Path) -> None:
+    files, _ = fine_tuning_files("tiny_detr")
+    for given in (["init_from=null"], ["init_from=other.pth"]):
+        assert published_start("tiny_detr", files, ["data.root=photos", *given]) == ([], "")
+    chosen, text = published_start("tiny_detr", files, ["data.root=photos", "model.hidden_dim=16"])
+    assert chosen == []
+    assert "because model.hidden_dim may make another detector; init_from=tiny_detr takes what fits" in text
+    with pytest.raises(InputError, match="nowhere does not exist"):
+        published_start("tiny_detr", files, ["data.root=nowhere"])
+    assert server.requests == [], "before a download"
+    assert published_start("tiny_detr", files, ["data.root=photos", "model.num_queries=5"])[0] == [
+        'init_from="tiny_detr"'
+    ]
+    (tmp_path / "tiny_detr").mkdir()
+    path = module._TABLE["tiny_detr"].path
+    assert published_start("tiny_detr", files, ["data.root=photos"])[0] == [f'init_from="{path}"'], "not that folder"
+
+
+def test_weights_by_hand_are_used_if_they_are_there(server: WebServer, tmp_path: Path) -> None:
+    files, _ = fine_tuning_files("dino_r50_4scale")
+    chosen, text = published_start("dino_r50_4scale", files, ["data.root=''"])
+    assert chosen == []
+    assert "get them from https://github.com/IDEA-Research/DINO" in text
+    wanted = tmp_path / "home" / "weights" / "dino_r50_4scale.pth"
+    wanted.parent.mkdir(parents=True)
+    wanted.write_bytes(b"x" * 1500)
+    chosen, text = published_start("dino_r50_4scale", files, ["data.root=''"])
+    assert chosen == ['init_from="dino_r50_4scale"']
+    assert "0.0015 MB" in text

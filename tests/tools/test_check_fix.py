@@ -14,10 +14,12 @@ import pytest
 from PIL import Image
 
 from detr_bf.commands import main
-from detr_bf.config import load_config
+from detr_bf.config import DetectionConfig, load_config
 from detr_bf.data.formats import read_folder, read_split
 from tests.hostile import fixtures
 from tests.hostile.annotations import BAD, FILES, HERE, ODD, dumps
+from tests.tools.conftest import TINY
+from tests.tools.test_data_folder import XML
 
 CASES: dict[str, Callable[[dict[str, Any]], Any]] = {**{name: change for name, (change, _) in BAD.items()}, **ODD}
 REFUSED = {  # nothing that could be kept is left, or the categories or the unit of the boxes are not known
@@ -109,8 +111,9 @@ def test_hostile_annotations_become_clean(
         return
     assert code == 0, printed.err
     assert "the corrected data: 0 errors" in printed.out
-    assert main(["check", str(path), str(out / "data.yaml")]) == 0, capsys.readouterr().out
+    assert main(["check", str(path), str(out / "corrected.yaml")]) == 0, capsys.readouterr().out
     assert "\n0 errors, " in f"\n{capsys.readouterr().out}"
+    assert main(["check", str(out)]) == 0, "the folder alone"
     kept = len(corrected(out, split)["annotations"])
     assert kept == 3 or any(row[1] == "dropped" for row in rows(out)), "what is missing is listed"
     assert kept >= 1
@@ -142,9 +145,9 @@ def test_each_rule(config: Callable[..., Path], images: Path, tmp_path: Path) ->
     assert main(["check", str(config(json.dumps(content))), "--fix", str(tmp_path / "fixed")]) == 0
     found = corrected(tmp_path / "fixed")
     assert [(image["id"], image["file_name"]) for image in found["images"]] == [
-        (1, "0001.png"),
-        (2, "0002.png"),
-        (3, "0003.png"),
+        (1, "images/train/0001.png"),
+        (2, "images/train/0002.png"),
+        (3, "images/train/0003.png"),
     ]
     kept = {annotation["id"]: annotation for annotation in found["annotations"]}
     assert list(kept) == [1, 2, 3, 10, 15, 17, 19]
@@ -177,7 +180,7 @@ def test_files_of_paths_of_windows_are_found(config: Callable[..., Path], images
     content["images"][1]["file_name"] = f"D:\\{names[0]}"
     out = tmp_path / "fixed"
     assert main(["check", str(config(json.dumps(content))), "--fix", str(out)]) == 0
-    assert [entry["file_name"] for entry in corrected(out)["images"]] == names[2:]
+    assert [entry["file_name"] for entry in corrected(out)["images"]] == [f"images/train/{names[2]}"]
     dropped = [row for row in rows(out) if row[1] == "dropped" and not row[3]]
     assert [row[2:] for row in dropped] == [
         (str(content["images"][number]["id"]), "", f"there is no such file, and {names[0]} may be that of others")
@@ -254,9 +257,9 @@ def test_a_folder_is_corrected_outside_of_itself(
     assert "is inside of the data" in capsys.readouterr().err
     out = tmp_path / "fixed"
     assert main([*command, "--fix", str(out)]) == 0
-    assert f"next: detr-bf train {tmp_path}/config.yaml {out}/data.yaml seed=3\n" in capsys.readouterr().out
-    config = load_config([tmp_path / "config.yaml", out / "data.yaml"])
-    assert config.data.train.images == str(root)
+    assert f"next: detr-bf train {tmp_path}/config.yaml {out}/corrected.yaml seed=3\n" in capsys.readouterr().out
+    config = load_config([tmp_path / "config.yaml", out / "corrected.yaml"])
+    assert (config.data.root, config.data.train.split, config.data.val.split) == (str(out), "train", "val")
     assert [len(corrected(out, name)["images"]) for name in ("train", "val")] == [4, 2]
     assert rows(out) == []
     assert main([*command, "--fix", str(out)]) == 2
@@ -297,13 +300,14 @@ def test_references_stay_with_their_images(
         given.append(f"data.val.references={references['val']}")
     assert main(["check", *given, "--fix", str(tmp_path / "fixed")]) == 0
     kept = [each for each in given if not each.startswith(("data.train.", "data.val"))]
-    fixed = load_config([kept[0], tmp_path / "fixed" / "data.yaml"], kept[1:])
+    fixed = load_config([kept[0], tmp_path / "fixed" / "corrected.yaml"], kept[1:])
+    assert fixed.data.train.references == fixed.data.val.references == ""
     for split in ("train", "val"):
-        listed = corrected(tmp_path / "fixed", split)["images"]
-        assert [image["template"] for image in listed] == [f"{image['id']}.png" for image in listed]
         folder = references["train" if settings else split]
-        assert getattr(fixed.data, split).references == str(folder)
-    assert main(["check", kept[0], str(tmp_path / "fixed" / "data.yaml"), *kept[1:]]) == 0
+        for image in corrected(tmp_path / "fixed", split)["images"]:
+            given = (folder / f"{image['id']}.png").read_bytes()
+            assert (tmp_path / "fixed" / image["template"]).read_bytes() == given
+    assert main(["check", kept[0], str(tmp_path / "fixed" / "corrected.yaml"), *kept[1:]]) == 0
 
 
 @pytest.mark.parametrize(
@@ -318,10 +322,10 @@ def test_folders_of_references_that_are_not_read_are_kept(
     given = [str(config(json.dumps(fixtures.coco()))), *settings]
     references = [f"data.{split}.references={folder}" for split, folder in folders.items()]
     assert main(["check", *given, *references, "--fix", str(tmp_path / "fixed")]) == 0
-    fixed = load_config([given[0], tmp_path / "fixed" / "data.yaml"], given[1:])
-    assert {split: getattr(fixed.data, split).references for split in folders} == {
-        split: str(folder) for split, folder in folders.items()
-    }
+    for split, folder in folders.items():
+        for image in corrected(tmp_path / "fixed", split)["images"]:
+            given_file = folder / Path(image["file_name"]).name
+            assert (tmp_path / "fixed" / image["template"]).read_bytes() == given_file.read_bytes()
 
 
 @pytest.mark.parametrize("text", [FILES["empty file"], FILES["a list of results"], json.dumps(fixtures.panoptic())])
@@ -343,3 +347,105 @@ def test_errors_that_need_a_decision_are_refused(
     assert "these errors cannot be corrected by --fix; nothing was written" in printed
     assert "class-name-differs" in printed
     assert not (tmp_path / "a").exists()
+
+
+def labelled(root: Path, form: str, count: int = 12) -> Path:
+    """Write photographs of noise with a box each, three of them broken: cut off, text, and empty."""
+    root.mkdir()
+    entries: dict[str, list[Any]] = {"images": [], "annotations": [], "categories": [{"id": 1, "name": "dog"}]}
+    for number in range(count):
+        file = root / f"{number:02d}.jpg"
+        Image.effect_noise((64, 48), 90).convert("RGB").save(file)
+        whole = file.read_bytes()
+        file.write_bytes({3: whole[: len(whole) // 2], 5: b"no picture", 8: b""}.get(number, whole))
+        if form == "voc":
+            file.with_suffix(".xml").write_text(XML[0].format(objects=XML[1].format(name="dog", x=2 + number)))
+        elif form == "yolo":
+            file.with_suffix(".txt").write_text("0 0.5 0.5 0.25 0.5\n")
+        entries["images"].append({"id": number, "file_name": file.name, "width": 64, "height": 48})
+        box = {"bbox": [2, 2, 20 + number, 20], "area": 20 * (20 + number), "iscrowd": 0}
+        entries["annotations"].append({"id": number, "image_id": number, "category_id": 1, **box})
+    if form == "yolo":
+        (root / "classes.txt").write_text("dog\n")
+    elif form == "coco":
+        (root / "instances.json").write_text(json.dumps(entries))
+    return root
+
+
+@pytest.fixture
+def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("DETR_BF_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    return str(tmp_path / "tiny.yaml")
+
+
+@pytest.mark.default_tier("voc")
+@pytest.mark.parametrize("form", ["coco", "voc", "yolo"])
+def test_all_commands_read_the_corrected_folder(
+    form: str, small: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    photos = labelled(tmp_path / "photos", form)
+    assert main(["finetune", "photos", "--model", small, "--dry-run"]) == 2
+    said = capsys.readouterr().err
+    assert "'detr-bf check photos --fix OUT' writes a folder without these errors" in said
+    assert main(["check", "photos", "data.skip_unreadable=0.2"]) == 2
+    assert "'detr-bf check photos data.skip_unreadable=0.2 --fix OUT'" in capsys.readouterr().out
+    before = state(photos)
+    assert main(["check", "photos", "--fix", "fixed"]) == 0
+    assert "\nnext: detr-bf finetune fixed\n" in capsys.readouterr().out
+    dropped = [row for row in rows(Path("fixed")) if row[1] == "dropped" and not row[3]]
+    assert len(dropped) == 3, "the broken photographs"
+    photos.rename(tmp_path / "elsewhere")
+    one = ["train.max_steps=1", "train.epochs=1", "data.workers=0", "report=false"]
+    splits = ["data.train.split=train", "data.val.split=val"]
+    for command in (
+        ["check", "fixed"],
+        ["new", "fixed", "--model", small, "--output", "mine.yaml"],
+        ["plan", small, "data.root=fixed"],
+        ["finetune", "fixed", "--model", small, "--dry-run"],
+        ["train", small, "fixed/corrected.yaml", "output_dir=run", "--dry-run"],
+        ["train", small, "data.root=fixed", *splits, "output_dir=run", *one],
+        ["evaluate", "run", "fixed", "output_dir=again"],
+        ["convert-data", "fixed", "--split", "train", "--output", "as_coco"],
+    ):
+        assert main(command) == 0, (command, capsys.readouterr())
+    found: DetectionConfig = load_config("mine.yaml")
+    assert (found.data.train.split, found.data.val.split) == ("train", "val")
+    assert state(tmp_path / "elsewhere") == {key.replace("photos", "elsewhere"): each for key, each in before.items()}
+
+
+def test_names_that_a_folder_cannot_have_are_replaced(
+    config: Callable[..., Path], images: Path, tmp_path: Path
+) -> None:
+    content = fixtures.coco()
+    folder = images / "train" / "images"
+    (folder / ".hidden.png").write_bytes((folder / "0001.png").read_bytes() + b" ")
+    content["images"][0]["file_name"] = ".hidden.png"
+    content["images"][1]["file_name"] = str(folder / "0002.png")
+    assert main(["check", str(config(json.dumps(content))), "--fix", str(tmp_path / "fixed")]) == 0
+    names = [image["file_name"] for image in corrected(tmp_path / "fixed")["images"]]
+    assert names == ["images/train/1_hidden.png", "images/train/2_0002.png", "images/train/0003.png"]
+    assert main(["check", str(tmp_path / "fixed")]) == 0
+
+
+def test_a_file_system_without_links_gets_copies(
+    config: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(source: Path, target: Path) -> None:
+        raise OSError(18, "Invalid cross-device link")
+
+    monkeypatch.setattr("os.link", refused)
+    assert main(["check", str(config(json.dumps(fixtures.coco()))), "--fix", str(tmp_path / "fixed")]) == 0
+    assert main(["check", str(tmp_path / "fixed")]) == 0
+
+
+def test_entries_that_no_coco_file_may_have_name_the_correction(
+    config: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    content = fixtures.coco()
+    del content["annotations"][0]["category_id"]
+    assert main(["train", str(config(json.dumps(content)))]) == 2
+    said = capsys.readouterr().err
+    assert "annotations[0] has no category_id" in said
+    assert "'detr-bf check CONFIG --fix OUT' writes a copy without such entries" in said

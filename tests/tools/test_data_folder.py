@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from detr_bf.assembly.data import data_source
 from detr_bf.commands import main
 from detr_bf.common.structures import ClassMap
 from detr_bf.config import load_config, saved_config
@@ -182,3 +183,28 @@ def test_fine_tuning_by_one_command(config: Path, tmp_path: Path, capsys: pytest
     assert (tmp_path / "tuned" / "report.html").is_file()
     assert main(["finetune", str(tmp_path / "cells"), "demo"]) == 2
     assert "a recipe is given as --model" in capsys.readouterr().err
+
+
+def test_broken_photographs_are_left_out_of_fine_tuning(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They are named, in training and in evaluation, and more than the allowed share of them is an error."""
+    root = tmp_path / "cells"
+    (root / "03.JPG").write_bytes((root / "03.JPG").read_bytes()[:500])
+    small = ["--model", str(config), "train.epochs=1", "train.max_steps=1", "data.workers=0", "eval.pictures=0"]
+    assert main(["finetune", str(root), "--output", str(tmp_path / "tuned"), *small]) == 0
+    said = capsys.readouterr().err
+    assert f"{root}: 1 of 12 images cannot be decoded and are left out: 03.JPG: it cannot be decoded" in said
+    assert "file-skipped" in said
+    saved = saved_config(tmp_path / "tuned" / "config.yaml")
+    seen = {image["file_name"] for split in ("train", "val") for image in data_source(saved, split).annotations.images}
+    assert len(seen) == 11
+    assert "03.JPG" not in seen
+    assert main(["evaluate", str(tmp_path / "tuned"), str(root), f"output_dir={tmp_path / 'all'}"]) == 0
+    assert {entry["image_id"] for entry in results(tmp_path / "all")} == set(range(1, 13)) - {4}
+    assert main(["check", str(root)]) == 0
+    assert "file-skipped" in capsys.readouterr().out
+    assert main(["check", str(root), "data.skip_unreadable=0.05"]) == 2
+    assert "file-unreadable" in capsys.readouterr().out
+    assert main(["train", str(config), "data.val_fraction=0.25"]) == 2, "a config without the preset allows none"
+    assert f"'detr-bf check {root} --fix OUT'" in capsys.readouterr().err

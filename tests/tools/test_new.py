@@ -93,14 +93,15 @@ def test_queries_and_errors_are_those_of_the_data(
     photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (photos / "00.xml").write_text(XML[0].format(objects=XML[1].format(name="dog", x=3) * 120))
-    (photos / "01.jpg").write_bytes(b"broken")
+    for name in ("01.jpg", "02.jpg"):  # more than a tenth of the images
+        (photos / name).write_bytes(b"broken")
     assert main(["new", str(photos), "--model", "detr_r50"]) == 1
     printed = capsys.readouterr().out
     assert "file-unreadable" in printed
     [written] = tmp_path.glob("*.yaml")
     assert written.stem == photos.name
     assert load_config(written).model.num_queries in (100, 120), "120 if the image is one of the training images"
-    assert "# error file-unreadable: 1, " in written.read_text()
+    assert "# error file-unreadable: " in written.read_text()
 
 
 @pytest.mark.parametrize(

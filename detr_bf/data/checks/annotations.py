@@ -61,6 +61,13 @@ from detr_bf.data.references import own_files
 CHECKS = CheckList()  # of one split
 PAIR_CHECKS = CheckList()  # of both splits
 
+CORRECTED = frozenset(  # codes of errors that detr-bf check --fix corrects in detection files, see correction.py
+    (
+        *("file-missing", "file-unreadable", "size-differs", "image-id-repeated", "category-unknown", "image-unknown"),
+        *("box-not-numbers", "iscrowd-unknown", "area-not-number", "segmentation-unusable", "class-unknown-to-train"),
+    )
+)
+
 
 @dataclass(frozen=True)
 class Report:
@@ -165,7 +172,7 @@ def _open(
     if masks and source.panoptic is not None:
         map_names = [file.file_name for file in content.maps or ()]
         maps = check_files(MapRecord, source.panoptic, map_names, cache, workers, max_pixels)
-    return Split(name, source.images, content, files, num_queries, masks, maps)
+    return Split(name, source.images, content, files, num_queries, masks, maps, skipped=source.skipped)
 
 
 def _with_references(
@@ -198,6 +205,11 @@ def _unreadable_files(split: Split) -> Iterator[str]:
         record = split.file(image)
         if record and record.problem:
             yield f"{image_text(image)}: {record.problem}"
+
+
+@CHECKS.add("warning", "file-skipped", "the image cannot be decoded: left out (data.skip_unreadable)", 3)
+def _skipped_files(split: Split) -> Iterator[str]:
+    yield from split.skipped
 
 
 @CHECKS.add("error", "size-differs", "width and height are not the file's")

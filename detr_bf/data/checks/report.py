@@ -56,6 +56,7 @@ class Split:
     grey_bits: int | None = None  # from which 16-bit grey images are scaled to 8 bits; None: each image has its own
     max_detections: int | None = None  # of an image that the evaluation counts; None: the split is not evaluated
     references: OwnReferences | None = None  # None: they are not read
+    skipped: Sequence[str] = ()  # images that cannot be decoded and are left out, each with the reason
 
     @cached_property
     def images(self) -> Mapping[int, Mapping[str, Any]]:

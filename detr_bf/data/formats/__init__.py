@@ -16,12 +16,12 @@ from detr_bf.data.formats.csv_labels import TABLES, read_csv
 from detr_bf.data.formats.folder import DataFolder, files_below, images_of
 from detr_bf.data.formats.foreign import check_foreign
 from detr_bf.data.formats.roboflow import ANNOTATION_FILE
-from detr_bf.data.formats.splitting import divided, split_images
+from detr_bf.data.formats.splitting import divided, readable, split_images
 from detr_bf.data.formats.voc import read_voc
 from detr_bf.data.formats.yolo import read_yolo
 from detr_bf.data.formats.yolo_settings import CLASS_LIST, SETTINGS, is_yolo
 
-__all__ = ["READERS", "DataFolder", "divided", "images_of", "read_folder", "read_split", "split_images"]
+__all__ = ["READERS", "DataFolder", "divided", "images_of", "read_folder", "read_split", "readable", "split_images"]
 
 READERS: dict[str, Callable[[Path, Sequence[str]], DataFolder]] = {  # by the setting data.format
     "coco": read_coco,

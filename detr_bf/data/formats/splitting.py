@@ -1,19 +1,25 @@
-"""Repeatable splits of images into parts of like classes: folds, or training and validation data."""
+"""Repeatable splits of images into parts of like classes, and sources without the images that cannot be read."""
 
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 from detr_bf.common.errors import InputError
 from detr_bf.common.files import cache_folder
+from detr_bf.common.text import counted, listed, printable
 from detr_bf.data.checks.files import ImageRecord, check_files
 from detr_bf.data.coco import CocoAnnotations, Source, read_annotations
 from detr_bf.data.duplicates import near_groups
+from detr_bf.data.formats.folder import images_of
 from detr_bf.data.images import check_folder
 
+logger = logging.getLogger(__name__)
+
+_MOST_NAMED = 20  # images in a warning
 _NO_OBJECT = -1  # label of images without objects, which are spread over the parts as a class is
 
 
@@ -37,6 +43,31 @@ def divided(
     names = [image["file_name"] for image in content.images]
     records = check_files(ImageRecord, source.images, names, cache_folder("doctor"), workers, max_pixels)
     return content, split_images(content, shares, seed, near_groups(records))
+
+
+@lru_cache(maxsize=4)  # a run asks for each split several times
+def readable(source: Source, most: float, workers: int, max_pixels: int) -> Source:
+    """Return the source without the images that cannot be decoded, with a warning that names them.
+
+    If they are more than the share ``most``, all images stay, for the data checks to report.
+    """
+    content = read_annotations(source.annotations)
+    check_folder(source.images)
+    names = {image["file_name"] for image in content.images}
+    records = check_files(ImageRecord, source.images, names, cache_folder("doctor"), workers, max_pixels)
+    skipped = {name: record.problem for name, record in records.items() if record.problem}
+    if not skipped or len(skipped) > most * len(names):
+        return source
+    kept = images_of(content, names - skipped.keys(), content.path)
+    reasons = tuple(printable(f"{name}: {problem}") for name, problem in sorted(skipped.items()))
+    logger.warning(
+        "%s: %d of %s cannot be decoded and are left out: %s",
+        printable(content.path),
+        len(skipped),
+        counted(len(names), "image"),
+        listed(reasons, _MOST_NAMED),
+    )
+    return source._replace(annotations=kept, skipped=reasons)
 
 
 def split_images(
