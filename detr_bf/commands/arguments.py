@@ -328,16 +328,18 @@ def compare_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
         options = _experiment_parser().parse_intermixed_args(words[1:])
     elif words[:1] == ["report"]:
         options = _experiment_report_parser().parse_args(words[1:])
+    elif words[:1] == ["command"]:
+        options = _experiment_command_parser().parse_intermixed_args(words[1:])
     else:
         epilog = (
-            "'detr-bf compare run --help' and 'detr-bf compare report --help' say more. A run folder of the name run "
-            "or report is given as ./run."
+            "'detr-bf compare run --help' and 'detr-bf compare report --help' say more. A run folder of the name run, "
+            "report or command is given as ./run."
         )
         parser = command_parser(_COMPARE, epilog)
         parser.add_argument("runs", nargs="+", metavar="RUN", help="finished run: its folder, or a checkpoint in it")
         _add_report_arguments(parser, "folder of the result, default ./comparison")
         options = parser.parse_args(words)
-    options.action = words[0] if words[0] in ("run", "report") else "compare"
+    options.action = words[0] if words[0] in ("run", "report", "command") else "compare"
     return options
 
 
@@ -371,6 +373,17 @@ def _experiment_report_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("folder", type=Path, metavar="DIR", help="folder of an experiment")
     _add_report_arguments(parser, "folder of the result, default DIR")
+    return parser
+
+
+def _experiment_command_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=f"{Path(sys.argv[0]).name} command",
+        description="Train one cell of an experiment by a command, as 'detr-bf compare run' does for such an arm.",
+    )
+    parser.add_argument("line", metavar="COMMAND", help="command line with variables, as in an experiment file")
+    parser.add_argument("settings", nargs="*", metavar="CONFIG|key=value", help="settings of the cell")
+    parser.add_argument("--seconds", type=float, metavar="N", help="value of {seconds}")
     return parser
 
 

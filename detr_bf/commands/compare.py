@@ -8,12 +8,12 @@ import os
 from pathlib import Path
 from typing import Any
 
-from detr_bf.commands.arguments import folder_of_run
+from detr_bf.commands.arguments import folder_of_run, split_settings
 from detr_bf.common.errors import InputError
 from detr_bf.common.files import check_output_folder, is_folder, make_output_folder
 from detr_bf.common.progress import setup_logging
 from detr_bf.common.text import counted, listed, printable, safe_message
-from detr_bf.comparison.experiment import read_experiment
+from detr_bf.comparison.experiment import arm_command, read_experiment
 from detr_bf.comparison.records import ExperimentFolder, collect, collect_runs
 from detr_bf.comparison.runner import (
     CellRunner,
@@ -24,14 +24,15 @@ from detr_bf.comparison.runner import (
     unfinished_cells,
     write_slurm_script,
 )
-from detr_bf.config import packaged_experiments, parse_override
+from detr_bf.config import load_config, packaged_experiments, parse_override
 
 logger = logging.getLogger(__name__)
 
 
 def main(options: argparse.Namespace) -> int:
     """Run an experiment, report on one, or compare runs."""
-    return {"run": _run, "report": _report, "compare": _compare}[options.action](options)
+    actions = {"run": _run, "report": _report, "command": _command, "compare": _compare}
+    return actions[options.action](options)
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -103,6 +104,17 @@ def _report(options: argparse.Namespace) -> int:
         raise InputError(f"{printable(options.folder)} is not a folder: give the folder of an experiment")
     found = collect(ExperimentFolder(options.folder), options.baseline, options.primary)
     _write(found, options.output or options.folder)
+    return 0
+
+
+def _command(options: argparse.Namespace) -> int:
+    """Train one cell by a command, as ``detr-bf compare run`` does in a process of its own."""
+    files, overrides = split_settings(options.settings)
+    config = load_config(files, overrides, task="detection")
+    from detr_bf.comparison.command import train_by_command
+
+    if outcome := train_by_command(config, arm_command("cell", {"command": options.line, "seconds": options.seconds})):
+        print(safe_message(outcome))
     return 0
 
 

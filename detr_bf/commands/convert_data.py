@@ -48,9 +48,9 @@ def main(options: argparse.Namespace) -> int:
         )
         return 1
     for path, content in files.items():
-        parts = {"images": content.images, "annotations": content.annotations, "categories": content.categories}
+        info = {"description": f"written by detr-bf convert-data from {options.root}"}
         try:
-            write_json(path, {"info": {"description": f"written by detr-bf convert-data from {options.root}"}, **parts})
+            write_json(path, {"info": info, **content.to_coco()})
         except ValueError as error:  # NaN in a COCO file of Roboflow
             raise InputError(f"{printable(content.path)} has values that JSON cannot hold: {error}") from error
         print(safe_message(_summary(path, content, read_folder(options.root, options.format).form)))

@@ -212,7 +212,8 @@ def _cost(pairs: Sequence[_Pair], arm: str, baseline: str, records: Mapping[_Key
     has_device = all(cost.get("device_memory_mib") for costs in both for cost in costs)
     memory = "device_memory_mib" if has_device else "peak_memory_mib"
     ratios: dict[str, Any] = {}
-    for name, key in (("step_seconds_ratio", "step_seconds"), ("memory_ratio", memory)):
+    names = {"train_seconds_ratio": "train_seconds", "step_seconds_ratio": "step_seconds", "memory_ratio": memory}
+    for name, key in names.items():
         logarithms = [math.log(own[key] / base[key]) for own, base in both if own.get(key) and base.get(key)]
         estimate = student_estimate(logarithms) if logarithms else None
         numbers = {"mean": estimate.mean if estimate else None, **_ends(estimate)}

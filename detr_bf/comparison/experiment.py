@@ -9,6 +9,8 @@ import difflib
 import json
 import os
 import re
+import shlex
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +19,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from detr_bf.common.errors import InputError, prefix_errors
+from detr_bf.common.files import is_number
 from detr_bf.common.text import listed, printable
 from detr_bf.config import (
     RunConfig,
@@ -38,6 +41,12 @@ FOLD_KEYS = ("data.folds", "data.fold")
 RESAMPLES = 2000  # of the bootstrap over images, unless the file states a number
 QUICK = ("train.max_steps=4",)
 QUICK_RESAMPLES = 50
+QUICK_SECONDS = 10  # of a command
+COMMAND_VARIABLES = (  # of a command; {output} is its folder
+    *("python", "train_images", "train_annotations", "val_images", "val_annotations", "seed", "output"),
+    *("seconds", "minutes"),
+)
+COMMAND_VARIABLE = re.compile(r"\{(\w+)\}")
 MOST = {"seeds": 1000, "folds": 100, "jobs": 1000, "resamples": 100_000}
 CLASS_METRIC = "AP/"  # and the name of a class: its AP
 _BOX_METRICS = ("AP", "AP50", "AP75", "APs", "APm", "APl")
@@ -72,6 +81,7 @@ class Experiment:
     title: str
     base: tuple[Path, ...]  # config files that every cell starts from
     arms: Mapping[str, tuple[str, ...]]  # name -> settings of the arm, key=value
+    commands: Mapping[str, Mapping[str, Any]]  # arms that a command trains -> ``command`` and perhaps ``seconds``
     common: tuple[str, ...]  # settings of all cells before those of the arm
     extra: tuple[str, ...]  # settings of all cells after those of the arm, from the command line
     configs: Mapping[str, RunConfig]  # of each arm, with the first seed and fold
@@ -101,7 +111,7 @@ class Experiment:
 
     def settings(self, cell: ExperimentCell) -> dict[str, Any]:
         """Return the value of every setting of a cell by full key, without those that differ between its runs."""
-        found = flat_settings(self.configs[cell.arm])
+        found = {**flat_settings(self.configs[cell.arm]), **self.commands.get(cell.arm, {})}
         return found if cell.fold is None else {**found, "data.fold": cell.fold}
 
 
@@ -119,7 +129,7 @@ def read_experiment(path: Path, extra: Sequence[str] = (), *, quick: bool = Fals
     text = yaml_mapping(path, "experiment file")
     with prefix_errors(f"experiment file {printable(path)}"):
         tree = _parsed(text)
-        arms = _arms(tree["arms"])
+        arms, commands = _arms(tree["arms"])
         seeds, folds = _seeds(tree["seeds"]), _number(tree, "folds", None, least=2)
         base = tuple(_base(path.parent, text) for text in _texts(tree["base"], "base"))
         common = _settings("overrides", tree.get("overrides"))
@@ -132,13 +142,16 @@ def read_experiment(path: Path, extra: Sequence[str] = (), *, quick: bool = Fals
             _check_free(f"arms.{name}", own, ("seed", "output_dir", *FOLD_KEYS))
             with prefix_errors(f"arms.{name}"):
                 configs[name] = load_config(base, _overrides(common, own, extra, folds, 0 if folds else None))
-        _check_different(configs)
+        _check_different(configs, commands)
+        if quick:
+            commands = {name: {**own, "seconds": QUICK_SECONDS} for name, own in commands.items()}
         resamples = _number(tree, "resamples", RESAMPLES) or RESAMPLES
         return Experiment(
             name=path.stem,
             title=_text(tree, "title", path.stem),
             base=base,
             arms=arms,
+            commands=commands,
             common=common,
             extra=extra,
             configs=configs,
@@ -263,7 +276,8 @@ def _assignments(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
             yield f"{prefix}{key}={json.dumps(value, ensure_ascii=False, default=str)}"
 
 
-def _arms(value: Any) -> dict[str, tuple[str, ...]]:
+def _arms(value: Any) -> tuple[dict[str, tuple[str, ...]], dict[str, dict[str, Any]]]:
+    """Return the settings of all arms, and ``command`` and ``seconds`` of those that a command trains."""
     if not isinstance(value, dict) or len(value) < 2:
         raise InputError(
             f"arms must map two or more names to settings, such as 'off: [batch_former.enabled=false]'; got "
@@ -275,7 +289,41 @@ def _arms(value: Any) -> dict[str, tuple[str, ...]]:
                 f"arms: the name '{printable(name)}' must begin with a letter, a digit or _, have only letters, "
                 "digits, _, . and -, and at most 100 of them"
             )
-    return {name: _settings(f"arms.{name}", settings) for name, settings in value.items()}
+    settings, commands = {}, {}
+    for name, own in value.items():
+        if isinstance(own, dict) and "command" in own:
+            commands[name] = arm_command(f"arms.{name}", own)
+            own = {key: each for key, each in own.items() if key not in ("command", "seconds")}
+        settings[name] = _settings(f"arms.{name}", own)
+    return settings, commands
+
+
+def arm_command(where: str, own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``command`` and, if given, ``seconds`` of an arm (InputError: one of them is wrong)."""
+    text, seconds = own["command"], own.get("seconds")
+    try:
+        words = shlex.split(text) if isinstance(text, str) else []
+    except ValueError as error:
+        raise InputError(f"{where}.command: {error}; the words of a command are split as in a shell") from None
+    if not words or not all(word.isprintable() for word in words):
+        raise InputError(f"{where}.command must be one command line, got {printable(repr(text))}")
+    used = COMMAND_VARIABLE.findall(text)
+    if unknown := [name for name in used if name not in COMMAND_VARIABLES]:
+        raise InputError(f"{where}.command: unknown variable {listed(unknown)}; known: {', '.join(COMMAND_VARIABLES)}")
+    if "output" not in used:
+        raise InputError(f"{where}.command must use {{output}}, the folder to which it writes results.json")
+    if seconds is None and not {"seconds", "minutes"} & {*used}:
+        return {"command": text.strip()}
+    if not is_number(seconds, 1, 1e7):
+        raise InputError(f"{where}.seconds must be a number from 1, got {printable(repr(seconds))}")
+    return {"command": text.strip(), "seconds": seconds}
+
+
+def check_program(line: str) -> None:
+    """Check that the program of a command exists (InputError: it does not)."""
+    program = shlex.split(line)[0]
+    if not COMMAND_VARIABLE.search(program) and shutil.which(program) is None:
+        raise InputError(f"command: there is no program {printable(program)}; {{python}} is the one that runs detr-bf")
 
 
 def _check_free(where: str, overrides: Sequence[str], taken: Sequence[str]) -> None:
@@ -293,8 +341,8 @@ def _check_free(where: str, overrides: Sequence[str], taken: Sequence[str]) -> N
                 )
 
 
-def _check_different(configs: Mapping[str, RunConfig]) -> None:
-    """Refuse arms of different tasks, and arms with equal settings."""
+def _check_different(configs: Mapping[str, RunConfig], commands: Mapping[str, Mapping[str, Any]]) -> None:
+    """Refuse arms of different tasks, arms with equal settings, and commands where not only boxes are evaluated."""
     first, *others = configs
     for name in others:
         if configs[name].task != configs[first].task:
@@ -304,7 +352,12 @@ def _check_different(configs: Mapping[str, RunConfig]) -> None:
             )
     known: dict[str, str] = {}
     for name, config in configs.items():
-        content = json.dumps(flat_settings(config), sort_keys=True)
+        settings = flat_settings(config)
+        if name in commands and (settings.get("model.masks") or default_primary(settings) != "AP"):
+            raise InputError(
+                f"arms.{name}.command: a command detects boxes, and the config has classes or masks of images"
+            )
+        content = json.dumps({**settings, **commands.get(name, {})}, sort_keys=True)
         if content in known:
             raise InputError(
                 f"arms.{name} has the same settings as arms.{known[content]}, once all are resolved: change or remove "

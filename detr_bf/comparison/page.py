@@ -302,11 +302,14 @@ def _small_plots(document: Document, metrics: Sequence[str]) -> str:
 
 def _cost_table(document: Document) -> str:
     rows = [
-        (arm["name"], [_ratio(arm, "step_seconds_ratio"), _ratio(arm, "memory_ratio"), _ratio(arm, "rows_ratio")])
+        (arm["name"], [_ratio(arm, f"{name}_ratio") for name in ("train_seconds", "step_seconds", "memory", "rows")])
         for arm in document["arms"]
     ]
-    titles = ["Arm", "Time of a step", "Peak memory", "Rows in the decoder"]
-    return _table("Cost", titles, rows) + _note("Ratios to the baseline, of runs with the same seed and fold.")
+    titles = ["Arm", "Time of training", "Time of a step", "Peak memory", "Rows in the decoder"]
+    note = "Ratios to the baseline, of runs with the same seed and fold."
+    if any(setting["key"] == "command" for setting in document.get("settings") or ()):
+        note += " The time of a command is the processor time of its process, with start and evaluation."
+    return _table("Cost", titles, rows) + _note(note)
 
 
 def _settings_table(document: Document) -> str:

@@ -84,9 +84,21 @@ class ExperimentFolder:
             "contrasts_only": experiment.contrasts_only,
             "primary": experiment.primary,
             "resamples": experiment.resamples,
-            "arms": {name: list(own) for name, own in experiment.arms.items()},
+            "arms": {
+                name: [*own, *(f"{key}={value}" for key, value in experiment.commands.get(name, {}).items())]
+                for name, own in experiment.arms.items()
+            },
         }
         write_json(self.description, description)
+
+
+def run_settings(run: RunFolder) -> dict[str, Any]:
+    """Return the settings of a run as :meth:`Experiment.settings` does, with ``command`` if a command trained it.
+
+    Raises:
+        InputError: a file of the run is missing or damaged.
+    """
+    return {**flat_settings(saved_config(run.config)), **(_json(run.command) if run.command.exists() else {})}
 
 
 def cell_record(run: RunFolder, cell: ExperimentCell) -> dict[str, Any]:
@@ -111,9 +123,9 @@ def cell_record(run: RunFolder, cell: ExperimentCell) -> dict[str, Any]:
         "arm": cell.arm,
         "seed": cell.seed,
         "fold": cell.fold,
-        "settings": flat_settings(config),
+        "settings": run_settings(run),
         "metrics": curve[-1]["metrics"],
-        "curve": curve,
+        "curve": [] if run.command.exists() else curve,  # a command has no epochs
         "cost": _cost(run, config, [record for record in records if record["kind"] == "train"]),
         "machine": _json(run.machine),
         "data": task_of(config).fingerprints(),
@@ -128,12 +140,17 @@ def _metrics(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _cost(run: RunFolder, config: RunConfig, windows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return time and memory of training; ``train_seconds`` is the time of all steps, without evaluations."""
+    """Return time and memory of training; ``train_seconds`` is the time of all steps, without evaluations.
+
+    Of a command it is the processor time of its process; nothing else is known.
+    """
+    if run.command.exists():
+        return _json(run.cost)
+    memory = _json(run.cost) if run.cost.exists() else {}
     starts = [0, *(window["step"] for window in windows)]
     steps = [end - start for start, end in pairwise(starts)]
     seconds = [window.get("step_seconds") for window in windows]
     known = [(each, count) for each, count in zip(seconds, steps, strict=True) if each is not None and count > 0]
-    memory = _json(run.cost) if run.cost.exists() else {}
     return {
         "train_seconds": sum(each * count for each, count in known),
         "steps": starts[-1],
@@ -303,7 +320,7 @@ def collect_runs(paths: Sequence[Path], baseline: str | None = None, primary: st
             missing = [each.name for each in (run.config, run.evaluation) if not each.exists()]
             raise InputError(f"{printable(path)} is not the folder of a finished run: {listed(missing)} missing")
         config = saved_config(run.config)
-        settings = flat_settings(config)
+        settings = run_settings(run)
         fold = settings["data.fold"] if settings.get("data.folds") else None
         shared = {key: value for key, value in settings.items() if key not in (*NOT_COMPARED, "data.fold")}
         key = json.dumps(shared, sort_keys=True)

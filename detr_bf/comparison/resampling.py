@@ -17,7 +17,7 @@ import numpy as np
 from detr_bf.common.errors import InputError, prefix_errors
 from detr_bf.common.files import MAX_JSON_BYTES, is_file, read_json, read_regular
 from detr_bf.common.progress import progress_bar
-from detr_bf.common.text import csv_cell, listed, printable
+from detr_bf.common.text import csv_cell, printable
 from detr_bf.comparison.statistics import (
     Estimate,
     bootstrap_df,
@@ -28,7 +28,7 @@ from detr_bf.comparison.statistics import (
 from detr_bf.comparison.tables import BoxTable, ClassifierTable, ImageTable, PanopticTable
 from detr_bf.config import saved_config
 from detr_bf.engine import DetectionEvaluator, Evaluation, RunFolder
-from detr_bf.evaluation import PanopticFile
+from detr_bf.evaluation import PanopticFile, check_results
 from detr_bf.tasks import task_of
 
 _Cell = tuple[int, int | None]  # seed and fold
@@ -68,17 +68,7 @@ def table_of(run: Path) -> ImageTable:
 
 def _box_table(folder: RunFolder, evaluator: DetectionEvaluator) -> BoxTable:
     boxes, results = evaluator.boxes, _read(folder.results)
-    keys = {"image_id": int, "category_id": int, "bbox": list, "score": float}
-    for number, result in enumerate(results if isinstance(results, list) else [None]):
-        if not (isinstance(result, dict) and all(isinstance(result.get(key), kind) for key, kind in keys.items())):
-            raise InputError(f"{folder.results.name}: entry {number} is not a detection in COCO's results format")
-    listed_ids = {image["id"] for image in boxes.ground_truth["images"]}
-    unknown = {result["image_id"] for result in results} - listed_ids
-    if unknown:
-        raise InputError(
-            f"{folder.results.name} has detections for the image ids {listed(sorted(unknown))}, which the validation "
-            "annotations do not list: compare with the annotations of the run"
-        )
+    check_results(results, boxes.ground_truth, folder.results.name)
     names = dict(zip(boxes.class_map.category_ids, boxes.class_map.distinct_names, strict=True))
     return BoxTable.match(boxes.ground_truth, results, names, boxes.max_detections)
 

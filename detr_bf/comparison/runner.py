@@ -6,6 +6,7 @@ import logging
 import math
 import os
 import shlex
+import shutil
 import statistics
 import subprocess
 import sys
@@ -20,8 +21,8 @@ from detr_bf.common.errors import InputError, Interrupted, TrainingError, prefix
 from detr_bf.common.files import atomic_write, check_output_file, make_output_folder, read_records, write_json
 from detr_bf.common.progress import progress_bar
 from detr_bf.common.text import duration, listed, printable, safe_message
-from detr_bf.comparison.experiment import CLASS_METRIC, Experiment, ExperimentCell, flat_settings
-from detr_bf.comparison.records import ExperimentFolder, cell_record, changed_settings, read_cell
+from detr_bf.comparison.experiment import CLASS_METRIC, Experiment, ExperimentCell, check_program
+from detr_bf.comparison.records import ExperimentFolder, cell_record, changed_settings, read_cell, run_settings
 from detr_bf.config import RunConfig, config_to_dict, saved_config
 from detr_bf.engine import RunFolder
 from detr_bf.engine.step import DeferredSignals
@@ -65,7 +66,7 @@ def _is_finished(experiment: Experiment, folder: ExperimentFolder, cell: Experim
     config = saved_config(run.config)
     if config.seed != cell.seed:
         raise InputError(f"{printable(run.path)} has seed={config.seed}: give another folder with --output DIR")
-    _check_settings(experiment, cell, run.path, flat_settings(config))
+    _check_settings(experiment, cell, run.path, run_settings(run))
     return run.evaluation.exists() and not run.in_use()
 
 
@@ -86,9 +87,12 @@ def command_of(
     experiment: Experiment, folder: ExperimentFolder, cell: ExperimentCell, *, checked: bool = False
 ) -> list[str]:
     """Return the training command of a cell; ``checked``: its data need no further check."""
+    own = experiment.commands.get(cell.arm)
+    seconds = () if own is None or "seconds" not in own else (f"--seconds={own['seconds']}",)
     return [
-        *(sys.executable, "-m", "detr_bf", "train", *map(str, experiment.base), "--auto-resume"),
-        *experiment.overrides(cell),
+        *(sys.executable, "-m", "detr_bf"),
+        *(("train", "--auto-resume") if own is None else ("compare", "command", own["command"], *seconds)),
+        *(*map(str, experiment.base), *experiment.overrides(cell)),
         *(("data.check=false",) if checked else ()),
         f"output_dir={folder.run(cell).path}",
     ]
@@ -154,7 +158,10 @@ def check_data(experiment: Experiment, cells: Sequence[ExperimentCell]) -> None:
     """
     for arm in dict.fromkeys(cell.arm for cell in cells):
         with prefix_errors(f"arm {arm}"):
-            task_of(experiment.configs[arm]).check_settings()
+            if arm in experiment.commands:
+                check_program(experiment.commands[arm]["command"])
+            else:
+                task_of(experiment.configs[arm]).check_settings()
     known = set()
     for cell in cells:
         config = experiment.config(cell)
@@ -401,12 +408,14 @@ def _share(config: RunConfig, record: Mapping[str, Any] | None) -> float:
 
 def _status(cell: ExperimentCell, records: Mapping[str, Mapping[str, Any]]) -> str:
     epoch, score = records.get("train", {}).get("epoch"), records.get("val", {}).get("score")
-    text = f"{cell.name} " + ("starting" if epoch is None else f"epoch {epoch:.3g}")
+    text = cell.name if epoch is None else f"{cell.name} epoch {epoch:.3g}"
     return text if score is None else f"{text} score {score:.3f}"
 
 
 def remove_weights(run: RunFolder) -> None:
-    """Remove the checkpoints of a run that this program has trained; other files stay."""
+    """Remove the checkpoints of a run that this program has trained, or the folder of a command; other files stay."""
     if run.marker.exists():
+        if run.command.exists():
+            shutil.rmtree(run.output, ignore_errors=True)
         for path in (run.last, run.previous, run.best):
             path.unlink(missing_ok=True)

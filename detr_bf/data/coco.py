@@ -98,6 +98,10 @@ class CocoAnnotations:
         )
         return found if len(found) < len(self.categories) else ()
 
+    def to_coco(self) -> dict[str, list[dict[str, Any]]]:
+        """Return the content of a COCO file."""
+        return {part: [dict(entry) for entry in getattr(self, part)] for part in _PARTS}
+
 
 class Source(NamedTuple):
     """Images and annotations of one split."""

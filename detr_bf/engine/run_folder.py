@@ -131,6 +131,8 @@ class RunFolder:
     damaged = _PathInRun("last.damaged.pt")  # new name of a ``last`` that cannot be read
     captures = _PathInRun("captures")
     cost = _PathInRun("cost.json")  # memory of the last process that trained the run
+    command = _PathInRun("command.json")  # of a run that a command of the user trained: its line and seconds
+    output = _PathInRun("output")  # folder of that command
     evaluation = _PathInRun(EVALUATION_FILE)
     errors = _PathInRun(ERRORS_FILE)
     data = _PathInRun(DATA_FILE)  # statistics of a detector's training and validation data
@@ -269,7 +271,7 @@ class RunFolder:
         checkpoints = self.last, self.best, self.previous, self.damaged
         results = self.evaluation, self.errors, self.never_found, self.results, self.predictions, self.report, self.data
         maps = self.panoptic, self.panoptic_results
-        others = self.log, self.config, self.machine, self.pictures, self.captures
+        others = self.log, self.config, self.machine, self.pictures, self.captures, self.command, self.output
         return *others, *self.logged, *checkpoints, self.cost, *results, *maps
 
     def remove_unfinished(self) -> None:

@@ -1,6 +1,6 @@
 """COCO average precision, panoptic quality, and the result files of both."""
 
-from detr_bf.evaluation.coco import CocoEvaluator, merge_shards, to_coco_results, write_results
+from detr_bf.evaluation.coco import CocoEvaluator, check_results, merge_shards, to_coco_results, write_results
 from detr_bf.evaluation.panoptic import (
     EncodedMap,
     PanopticEvaluator,
@@ -33,6 +33,7 @@ __all__ = [
     "PanopticSummary",
     "Result",
     "ScoreThresholds",
+    "check_results",
     "encode",
     "merge_shards",
     "to_coco_results",

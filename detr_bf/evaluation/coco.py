@@ -25,7 +25,7 @@ import torch
 
 from detr_bf.acceleration.allocator import without_garbage_collection
 from detr_bf.common.errors import InputError
-from detr_bf.common.files import write_json
+from detr_bf.common.files import is_number, write_json
 from detr_bf.common.structures import ClassMap, Detections
 from detr_bf.common.text import listed, printable
 from detr_bf.data.annotation_values import (
@@ -242,6 +242,32 @@ def to_coco_results(detections: Iterable[Detections], class_map: ClassMap) -> li
             result = {"image_id": image.image_id, "category_id": category_id, "bbox": box, "score": score}
             results.append(result if image.masks is None else {**result, "segmentation": image.masks[number]})
     return results
+
+
+def check_results(results: Any, ground_truth: Mapping[str, Any], name: str) -> None:
+    """Check the content of the file ``name`` in COCO's results format against :attr:`CocoEvaluator.ground_truth`.
+
+    Raises:
+        InputError: an entry is not a detection, or has an image or a category that is not known.
+    """
+    for number, result in enumerate(results if isinstance(results, list) else [results]):
+        box = result.get("bbox") if isinstance(result, dict) else None
+        if not (
+            isinstance(box, list)
+            and len(box) == 4
+            and all(map(is_number, (*box, result.get("score"))))
+            and all(type(result.get(key)) is int for key in ("image_id", "category_id"))
+        ):
+            raise InputError(
+                f"{name}: entry {number} is not a detection in COCO's results format: expected a list of "
+                '{"image_id": 1, "category_id": 1, "bbox": [x, y, width, height], "score": 0.5}'
+            )
+    for key, part in (("image_id", "images"), ("category_id", "categories")):
+        if unknown := {result[key] for result in results} - {entry["id"] for entry in ground_truth[part]}:
+            raise InputError(
+                f"{name} has detections for the {key.replace('_', ' ')}s {listed(sorted(unknown))}, which the "
+                "validation annotations do not list: compare with the annotations of the run"
+            )
 
 
 def box_results(detections: Sequence[Detections], class_map: ClassMap) -> np.ndarray | list[dict[str, Any]]:

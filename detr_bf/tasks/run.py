@@ -6,8 +6,9 @@ import hashlib
 import json
 import logging
 import re
+import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,14 +21,16 @@ from detr_bf.assembly.training import resolved_text
 from detr_bf.common import distributed
 from detr_bf.common.devices import device_of, float32_products
 from detr_bf.common.errors import InputError, TrainingError
-from detr_bf.common.files import check_output_folder, write_json, write_text
+from detr_bf.common.files import check_output_folder, make_output_folder, write_json, write_text
 from detr_bf.common.progress import setup_logging
 from detr_bf.common.text import counted, duration, listed
 from detr_bf.config import RunConfig, config_from_dict, config_to_dict, config_to_yaml, flatten_settings
 from detr_bf.engine import (
     Checkpoint,
     CreatedFiles,
+    Evaluation,
     EvaluationResult,
+    MetricsLog,
     RunFolder,
     RunMarker,
     Trainer,
@@ -35,6 +38,7 @@ from detr_bf.engine import (
     checkpoint_of,
     load_checkpoint,
 )
+from detr_bf.evaluation import CocoEvaluator
 from detr_bf.interop.published import find_weights
 from detr_bf.report import machine_info, process_memory, tolerating, write_report
 from detr_bf.tasks import Task
@@ -215,6 +219,42 @@ def evaluate_only(task: Task[Any], source: Path, checkpoint: Checkpoint | None =
             created.keep()
             logger.info("evaluating %s", source)
             return _report(task, folder, evaluate(model), evaluate, model)
+
+
+def evaluate_command(
+    task: Task[Any], command: Mapping[str, Any], find: Callable[[RunFolder, CocoEvaluator], None]
+) -> Outcome | None:
+    """Evaluate the detections of a command of the user, and write the files of a finished run to ``output_dir``.
+
+    Args:
+        command: content of ``command.json``, which says that ``output_dir/output`` is ours.
+        find: runs the command in the folder, which is locked, and gives its detections to the evaluator.
+
+    Raises:
+        InputError: the data have errors, or the folder holds files of the user.
+    """
+    config, folder = task.config, RunFolder(Path(task.config.output_dir))
+    with _locked(folder) as created:
+        setup_logging()
+        folder.check_no_foreign_files()
+        _begin(folder, created, RunMarker.of_this_process("evaluation", "command"))
+        folder.remove_unfinished()
+        if folder.command.exists():  # of an unfinished run
+            shutil.rmtree(folder.output, ignore_errors=True)
+        write_json(folder.command, command)
+        created.add(folder.command)
+        make_output_folder(folder.output, "output_dir")
+        created.add(folder.output)
+        _describe(folder, created, config, task.check())
+        evaluation = task.build_evaluation(task.load_data().class_map, folder)
+        assert isinstance(evaluation, Evaluation), "a detector's"
+        created.keep()
+        evaluation.evaluator = evaluation.make_evaluator()
+        find(folder, evaluation.evaluator.boxes)
+        result = evaluation.evaluator.summarize()
+        with MetricsLog(folder.metrics) as metrics:
+            metrics.write("val", 0, {"epoch": 0, "score": result.score, **result.metrics})
+        return _report(task, folder, result, evaluation, nn.Identity())
 
 
 @contextmanager

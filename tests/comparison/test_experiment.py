@@ -15,6 +15,7 @@ from detr_bf.tasks import task_of
 BASE = "model: {num_queries: 7}\ntrain: {epochs: 3}\n"
 ARMS = "arms:\n  off: [batch_former.enabled=false]\n  two_stream: [batch_former.enabled=true]\n"
 VALID = f"base: base.yaml\n{ARMS}seeds: 2\n"
+COMMAND = "base: base.yaml\narms:\n  off: []\n  own: {{command: {}}}\nseeds: 2\n"
 
 
 def write(folder: Path, text: str) -> Path:
@@ -159,6 +160,23 @@ REFUSED = {
     "contrasts": (VALID + "contrasts: two_stream\n", "contrasts must be a list of pairs of arms"),
     "primary": (VALID + "primary: top1\n", "primary must be one of AP, AP50"),
     "title": (VALID + "title: 3\n", "title must be text"),
+    "command of numbers": (COMMAND.format("[1]"), "arms.own.command must be one command line"),
+    "empty command": (COMMAND.format("''"), "arms.own.command must be one command line"),
+    "open quote": (COMMAND.format('"x \'{output}"'), "arms.own.command: No closing quotation"),
+    "escape": (COMMAND.format('"x {output} \\e[2J"'), "arms.own.command must be one command line"),
+    "unknown variable": (COMMAND.format('"x {output} {sead}"'), "unknown variable sead; known: python, train_images"),
+    "no output": (COMMAND.format("x"), "arms.own.command must use {output}"),
+    "no seconds": (COMMAND.format('"x {output} {minutes}"'), "arms.own.seconds must be a number from 1"),
+    "seconds": (COMMAND.format('"x {output}", seconds: many'), "arms.own.seconds must be a number from 1"),
+    "seconds alone": (VALID.replace("[batch_former.enabled=true]", "{seconds: 3}"), "seconds"),
+    "command with masks": (
+        COMMAND.format('"x {output}"') + "overrides: [model.masks=true]\n",
+        "arms.own.command: a command detects boxes",
+    ),
+    "equal commands": (
+        COMMAND.format('"x {output}"').replace("seeds", '  more: {command: "x {output}"}\nseeds'),
+        "arms.more has the same settings as arms.own",
+    ),
 }
 
 
@@ -192,6 +210,19 @@ def test_command_line_settings_that_make_arms_equal_are_refused(tmp_path: Path) 
         read_experiment(write(tmp_path, VALID), ["seed=3"])
 
 
+def test_a_command_is_part_of_the_settings_of_its_arm(tmp_path: Path) -> None:
+    text = COMMAND.format("&line >-\n      x\n      {output}\n    , seconds: 60, train.epochs: 2")
+    text = text.replace("{command:", "\n    command:").replace(
+        "    , seconds: 60, train.epochs: 2}", "    seconds: 60\n    train: {epochs: 2}"
+    )
+    found = read_experiment(write(tmp_path, text))
+    assert found.commands == {"own": {"command": "x {output}", "seconds": 60}}
+    cell = ExperimentCell("own", 0, None)
+    assert found.settings(cell) == {**flat_settings(found.config(cell)), "command": "x {output}", "seconds": 60}
+    assert found.config(cell).train.epochs == 2
+    assert read_experiment(write(tmp_path, text), quick=True).commands["own"]["seconds"] == 10
+
+
 def test_folds_are_cells(tmp_path: Path) -> None:
     found = read_experiment(write(tmp_path, VALID + "folds: 3\n"))
     assert len(found.cells()) == 2 * 3 * 2
@@ -215,11 +246,14 @@ def test_names_of_cells_are_read_back(name: str) -> None:
     assert ExperimentCell.named("off", f"{name}_x") is None
 
 
-@pytest.mark.default_tier("bccd", "small_data_digits")
+MEASURED_3 = ("deeppcb", "detectors", "finetune", "yardstick")  # names of experiments with three seeds
+
+
+@pytest.mark.default_tier("bccd", "small_data_digits", "yardstick_kangaroo")
 @pytest.mark.parametrize("name", packaged_experiments())
 def test_packaged_experiments_load(name: str) -> None:
     found = read_experiment(packaged_experiments()[name])
-    assert len(found.seeds) * len(found.folds) >= (3 if name.startswith(("deeppcb", "detectors", "finetune")) else 5)
+    assert len(found.seeds) * len(found.folds) >= (3 if name.startswith(MEASURED_3) else 5)
     known = ("off", "off_8", "two_stream", "cross_entropy", "plain", "deformable", "finetune_2m", "shift_0", "alone_0")
     assert found.baseline in known
 

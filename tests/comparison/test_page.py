@@ -82,6 +82,7 @@ def document(arms: int = 5, seeds: int = 5, seed: int = 0, epochs: int = 12) -> 
         }
         ratio = 1.0 + 0.31 * index
         cost = {
+            "train_seconds_ratio": {"mean": 2 * ratio, "low": None, "high": None},
             "step_seconds_ratio": {"mean": ratio, "low": ratio - 0.02, "high": ratio + 0.03},
             "memory_ratio": {"mean": ratio * 0.9, "low": None, "high": None},
             "rows_ratio": 2.0 if index else 1.0,
@@ -241,7 +242,7 @@ def test_every_table_has_the_numbers_of_the_document(tmp_path: Path) -> None:
     classes = [[metric[3:], *(mean(arm, metric) for arm in result["arms"])] for metric in METRICS[6:]]
     assert tables["AP by class"] == [["Class", *NAMES[:5]], *classes]
     cost = tables["Cost"][1:]
-    assert cost[1] == ["two_stream", "1.31 [1.29, 1.34]", "1.18", "2.00"]
+    assert cost[1] == ["two_stream", "2.62", "1.31 [1.29, 1.34]", "1.18", "2.00"]
     assert tables["Settings"][1:3] == [
         ["batch_former.enabled", "false", "true", "true", "true", "true"],
         ["batch_former.mode", "—", *NAMES[1:5]],
@@ -480,7 +481,12 @@ def test_missing_values_are_dashes(tmp_path: Path) -> None:
         each["metrics"]["APl"] = {**nothing, "values": [None], "seeds": None, "both": nothing, "verdict": "undecided"}
     for each in result["arms"][2], result["arms"][3]:
         each["curve"] = []
-        each["cost"] = {"step_seconds_ratio": None, "memory_ratio": nothing, "rows_ratio": None}
+        each["cost"] = {
+            "train_seconds_ratio": None,
+            "step_seconds_ratio": None,
+            "memory_ratio": nothing,
+            "rows_ratio": None,
+        }
     del result["arms"][3]["cost"]
     result["arms"][0]["curve"].append({"epoch": 30, "mean": None, "low": None, "high": None, "count": 0})
     result["differences"].pop()
@@ -489,7 +495,7 @@ def test_missing_values_are_dashes(tmp_path: Path) -> None:
     page, everything = read(path), " ".join(Page(path.read_text().replace("<wbr>", "")).texts)
     assert page.tables["AP by class"][2][2] == "—"
     assert [row[-1] for row in page.tables["Means of the arms"]] == ["APl", *["—"] * 6]
-    assert page.tables["Cost"][3:5] == [["duplicate", "—", "—", "—"], ["self_only", "—", "—", "—"]]
+    assert page.tables["Cost"][3:5] == [[arm, "—", "—", "—", "—"] for arm in ("duplicate", "self_only")]
     assert "Not compared with the baseline: single_stream." in everything
     assert "The configs of the arms do not differ." in everything
     assert "Nothing was recorded." in everything
