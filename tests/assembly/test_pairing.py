@@ -154,6 +154,17 @@ def test_plain_epochs_have_neither_mixup_nor_sides_of_batches(trainer_of: Callab
     assert all(torch.equal(x.images, y.images) for x, y in zip(epochs[4], plain, strict=True))
 
 
+def test_the_steps_of_a_run_by_time_choose_its_numbers(trainer_of: Callable[..., Trainer]) -> None:
+    auto = ("optimizer.warmup_steps=auto", "train.ema.enabled=true", "train.ema.decay=auto")
+    trainer = trainer_of("train.minutes=5", *auto)
+    assert (trainer.settings.minutes, trainer.total_steps) == (5, None)
+    assert trainer.reschedule is not None
+    found = trainer.reschedule(300)
+    rate = found.learning_rate
+    assert (rate.total_steps, rate.warmup_steps, found.ema_decay) == (300, 30, 0.98)
+    assert list(found.rates) == [group["base_lr"] for group in trainer.optimizer.param_groups]
+
+
 def test_mixup_is_a_function_of_seed_epoch_and_batch(trainer_of: Callable[..., Trainer]) -> None:
     trainer = trainer_of("data.mixup.prob=0.5")
     whole, rest = list(trainer.make_batches(0, 0)), list(trainer.make_batches(0, 1))

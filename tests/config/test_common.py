@@ -47,7 +47,8 @@ def numeric_fields() -> list[Any]:
 def test_every_number_has_a_range(schema: type[Any], key: str, hint: Any, field: dataclasses.Field[Any]) -> None:
     rule = field.metadata.get("rule")
     assert isinstance(rule, Rule), f"{key} of {schema.__name__} has no rule: see detr_bf/config/common.py"
-    wrap = {list: lambda value: [value], dict: lambda value: {"a": value}}.get(typing.get_origin(hint), lambda v: v)
+    inner = next((each for each in typing.get_args(hint) if typing.get_origin(each)), hint)  # of list[int] | None
+    wrap = {list: lambda value: [value], dict: lambda value: {"a": value}}.get(typing.get_origin(inner), lambda v: v)
     for value in (math.nan, math.inf, -math.inf, 1e40):
         assert not rule.holds(wrap(value)), f"{key} accepts {value}"
     if hint is not dict:
