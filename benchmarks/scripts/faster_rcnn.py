@@ -96,14 +96,14 @@ model = FasterRCNN(
     box_score_thresh=0.01,
 )
 trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-optimizer = torch.optim.SGD(trained, lr=0.01, momentum=0.9, weight_decay=1e-4)
+optimizer = torch.optim.AdamW(trained, lr=5e-4, weight_decay=1e-4)
 order: list[int] = []
 start, step = time.process_time(), 0
 while (share := (time.process_time() - start) / options.seconds) < 1:
     order = order if len(order) >= 4 else torch.randperm(len(data)).tolist()
     batch, order = [sample(*data[index][1:]) for index in order[:4]], order[4:]
     warm_up = min(1.0, share / 0.05 + 0.01)
-    optimizer.param_groups[0]["lr"] = 0.01 * warm_up * (1 + math.cos(math.pi * share)) / 2
+    optimizer.param_groups[0]["lr"] = 5e-4 * warm_up * (1 + math.cos(math.pi * share)) / 2
     loss = sum(model(*map(list, zip(*batch, strict=True))).values())
     optimizer.zero_grad()
     loss.backward()
