@@ -50,6 +50,7 @@ class Progress:
     best_is_raw: int = 0  # 1: the best checkpoint is for its weights, not for their average
     skipped: int = 0  # steps skipped because they were not finite
     replaced: int = 0  # unreadable images of this epoch
+    phase: int = 0  # the epoch whose augmentation and batch attention this epoch has, see Trainer
     seconds: float = 0.0  # of training by train.minutes, see TrainingClock; 0 without
     step_seconds: float = 0.0  # of the first steps by train.minutes; 0: not measured
     begin: float = 0.0  # step at 0 seconds if all steps had taken step_seconds; below 0 after a slow start

@@ -12,8 +12,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -48,7 +49,9 @@ from detr_bf.losses import LossReport
 logger = logging.getLogger(__name__)
 
 SCORE_RAW, SCORE_AVERAGED = "score/raw", "score/averaged"  # names in metrics.jsonl
-MEASURED_STEPS = 3  # after the first one, which is slower; their mean time tells how many steps a run will have
+# Steps after the first one, which is slower; their median time tells how many steps a run will have. The fewer ones are
+# those of a trial, and of a run of which a tenth is over with them.
+MEASURED_STEPS, LEAST_MEASURED_STEPS = 7, 3
 
 
 @dataclass(frozen=True)
@@ -240,17 +243,17 @@ class Trainer:
         return loss if minutes is None else f"{loss}, {self.progress.seconds / 60:.1f} of {minutes:g} min"
 
     def measure_step(self) -> float:
-        """Run the first few steps of a trial, and return the mean seconds of those after the first one."""
+        """Run the first few steps of a trial, and return the median seconds of those after the first one."""
         self.model.train()
         self._ddp_step = wrap_ddp(self.step, unused_parameters=self.settings.unused_parameters)
         times = [time.perf_counter()]
-        while len(times) <= MEASURED_STEPS + 1 and not self.finished:
-            for batches in islice(self._rest_of_epoch(), MEASURED_STEPS + 2 - len(times)):
+        while len(times) <= LEAST_MEASURED_STEPS + 1 and not self.finished:
+            for batches in islice(self._rest_of_epoch(), LEAST_MEASURED_STEPS + 2 - len(times)):
                 self.train_step(batches)
                 self._settle()  # waits for a GPU
                 times.append(time.perf_counter())
-        first = min(1, len(times) - 2)
-        return (times[-1] - times[first]) / (len(times) - 1 - first)
+        seconds = [end - start for start, end in pairwise(times)]
+        return median(seconds[1:] or seconds)
 
     def train_step(self, batches: Sequence[TrainingBatch]) -> None:
         """Run one optimizer step on the mean loss of ``batches``; skip it if the loss or gradient is not finite."""
@@ -348,8 +351,8 @@ class Trainer:
         """Yield the remaining batches of the current epoch, grouped by optimizer step."""
         epoch, steps_done = divmod(self.schedule_step, self.steps_per_epoch)
         if steps_done == 0:
-            self.progress.replaced = 0
-        phase = self.phase
+            self.progress.replaced, self.progress.phase = 0, self._next_phase()
+        phase = min(self.progress.phase, self.settings.epochs - 1)  # there may be fewer epochs since it began
         self.step.begin_epoch(phase)
         first = steps_done * self.settings.accumulate
         with self.clock.running():
@@ -375,11 +378,13 @@ class Trainer:
 
     def _measure(self) -> None:
         """Measure the time of a step, once enough are done, and schedule the run by it."""
-        progress = self.progress
+        progress, minutes = self.progress, self.settings.minutes
+        assert minutes is not None
         if progress.seconds > max(self._step_ends, default=0.0):  # a step that is checked later has no time yet
             self._step_ends.append(progress.seconds)
-        if len(self._step_ends) > MEASURED_STEPS:
-            seconds = (self._step_ends[-1] - self._step_ends[0]) / MEASURED_STEPS
+        enough = LEAST_MEASURED_STEPS if progress.seconds >= 60 * minutes / 10 else MEASURED_STEPS
+        if len(self._step_ends) > enough:
+            seconds = median(end - start for start, end in pairwise(self._step_ends))
             progress.step_seconds, progress.begin = seconds, progress.step - progress.seconds / seconds
             self._reschedule()
 
@@ -388,7 +393,7 @@ class Trainer:
         progress, minutes = self.progress, self.settings.minutes
         assert minutes is not None
         assert self.reschedule is not None
-        steps = max(progress.step, round(progress.begin + 60 * minutes / progress.step_seconds))
+        steps = max(1, round(progress.begin + 60 * minutes / progress.step_seconds))
         text = "train.minutes=%g: %.3g s a step, about %s steps in all"
         logger.info(text, minutes, progress.step_seconds, f"{steps:,}")
         found = self.reschedule(steps)
@@ -524,9 +529,8 @@ class Trainer:
         timed = self.settings.minutes is not None and self.progress.step_seconds
         return self.progress.timed_step if timed else self.schedule_step
 
-    @property
-    def phase(self) -> int:
-        """Epoch that augmentation and batch attention have: the current one, or the share of it of ``minutes``."""
+    def _next_phase(self) -> int:
+        """Return the epoch that augmentation and batch attention have now: the current one, or by ``minutes``."""
         if self.settings.minutes is None:
             return self.progress.epoch
         share = self.progress.seconds / (60 * self.settings.minutes)

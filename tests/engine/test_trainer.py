@@ -150,8 +150,8 @@ def plain_loop(epochs: int, accumulate: int, clip: float, decay: float, warmup: 
 class Clock:
     """A clock that advances by the given seconds at a batch, an evaluation and a checkpoint."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, batch: float = 1.0, slow: float = 0.0) -> None:
-        self.now, self.batch, self.slow = 0.0, batch, slow
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, slow: Sequence[float] = ()) -> None:
+        self.now, self.slow = 0.0, slow
         monkeypatch.setattr("detr_bf.engine.state.time.monotonic", lambda: self.now)
         save = TrainingState.save
 
@@ -162,8 +162,8 @@ class Clock:
         monkeypatch.setattr(TrainingState, "save", saving)
 
     def batches(self, epoch: int, number: int) -> Examples:
-        """Return a batch; the first one of the run takes ``slow`` seconds more."""
-        self.now += self.batch + (self.slow if (epoch, number) == (0, 0) else 0)
+        """Return a batch, which takes a second; the first ones of the run take ``slow`` seconds more."""
+        self.now += 1 + sum(self.slow[number : number + 1] if epoch == 0 else ())
         return examples(epoch, number)
 
     def evaluate(self) -> Scores:
@@ -177,14 +177,16 @@ class Clock:
         return Slow()
 
 
-@pytest.mark.parametrize("slow", [0.0, 9.0])
-def test_a_run_by_time_ends_with_its_minutes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow: float) -> None:
+@pytest.mark.parametrize("slow", [(), (9.0,), (0.0, 6.0)])
+def test_a_run_by_time_ends_with_its_minutes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow: Sequence[float]
+) -> None:
     """Neither ``epochs`` nor evaluations and checkpoints count, and the schedule ends with the minutes."""
-    clock, phases = Clock(monkeypatch, slow=slow), list[int]()
+    clock, phases = Clock(monkeypatch, slow), list[int]()
     timed = {"minutes": 40 / 60, "checkpoint_every": 3, "ema_decay": 0.9}
     trainer = make(tmp_path, batches=clock.batches, phases=phases, evaluate=clock.evaluate(), **timed)
     trainer.train()
-    steps = 40 - int(slow)
+    steps = 40 - int(sum(slow))
     assert (trainer.progress.step, trainer.progress.seconds) == (steps, 40)
     assert trainer.progress.evaluated_step == steps
     assert phases == ([0] * 4 + [1] * 4 if not slow else [0] * 3 + [1] * 4)  # of 2 epochs: each half of the minutes
@@ -204,11 +206,13 @@ def test_a_run_by_time_may_check_its_steps_later(tmp_path: Path, monkeypatch: py
     assert trainer.progress.step in (30, 31)
 
 
-@pytest.mark.parametrize("step", [2, 13])
+@pytest.mark.parametrize(("step", "slow"), [(2, ()), (13, ()), (13, (3, 3, 3, 3))])
 def test_a_resumed_run_by_time_goes_on_with_the_minutes_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int, slow: Sequence[float]
 ) -> None:
-    clock = Clock(monkeypatch)
+    """The schedule, and the phase of an epoch that is resumed in its middle, stay; also after slow first steps."""
+    clock, timed = Clock(monkeypatch, slow), {"minutes": 0.5, "epochs": 10}
+    phases, in_parts = list[int](), list[int]()
 
     def stopping(epoch: int, number: int) -> Examples:
         if epoch * BATCHES + number == step - 1:
@@ -216,21 +220,25 @@ def test_a_resumed_run_by_time_goes_on_with_the_minutes_left(
         return clock.batches(epoch, number)
 
     torch.manual_seed(1)
-    whole = make(tmp_path / "whole", batches=clock.batches, minutes=0.5)
+    whole = make(tmp_path / "whole", batches=clock.batches, phases=phases, **timed)
     whole.train()
     torch.manual_seed(1)
     with pytest.raises(Interrupted):
-        make(tmp_path / "parts", batches=stopping, minutes=0.5).train()
+        make(tmp_path / "parts", batches=stopping, phases=in_parts, **timed).train()
     last, clock.now = load_checkpoint(tmp_path / "parts" / "last.pt"), 1e6
-    resumed = make(tmp_path / "parts", batches=clock.batches, minutes=0.5, resume_from=last)
+    resumed = make(tmp_path / "parts", batches=clock.batches, phases=in_parts, resume_from=last, **timed)
+    if step > 4:
+        assert resumed.learning_rate == whole.learning_rate
     resumed.train()
     assert resumed.progress == whole.progress
-    assert whole.progress.step == 30
+    assert whole.progress.step == 30 - sum(slow)
+    started = step // BATCHES  # epochs before the one that is resumed, whose phase is given twice
+    assert in_parts == [*phases[: started + 1], *phases[started:]]
     if step > 4:  # before that the time of a step is measured again
         for name, value in whole.model.state_dict().items():
             assert torch.equal(resumed.model.state_dict()[name], value), name
     longer = make(tmp_path / "parts", minutes=1, resume_from=load_checkpoint(tmp_path / "parts" / "last.pt"))
-    assert longer.learning_rate.total_steps == 60
+    assert longer.learning_rate.total_steps == (15 if slow else 60)
     assert not longer.finished
 
 
