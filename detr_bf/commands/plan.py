@@ -8,6 +8,7 @@ from dataclasses import replace
 from detr_bf.assembly.data import data_source
 from detr_bf.assembly.training import resolved
 from detr_bf.commands.arguments import split_settings
+from detr_bf.common.errors import prefix_errors
 from detr_bf.common.files import check_output_file, write_json
 from detr_bf.common.text import safe_message
 from detr_bf.config import load_config
@@ -23,7 +24,9 @@ def main(options: argparse.Namespace) -> int:
     config = load_config(files, overrides, task="detection")
     images, num_classes = options.images, options.classes
     if config.data.root and None in (images, num_classes):
-        content = read_annotations(data_source(config, "train").annotations)
+        config.data.skip_unreadable = 0.0  # no image is read
+        with prefix_errors("--images N --classes N plan without the data, which are counted otherwise"):
+            content = read_annotations(data_source(config, "train").annotations)
         images = len(content.images) if images is None else images
         num_classes = content.class_map.num_classes if num_classes is None else num_classes
     machine = Machine(

@@ -33,6 +33,7 @@ _STEM = 40  # characters of the file name in the temporary name, which is limite
 # files of a run folder that its report reads or writes
 CONFIG_FILE = "config.yaml"
 MACHINE_FILE = "machine.json"
+CHOSEN_SETTINGS = "chosen for its steps"  # a key of machine.json: numbers for auto, as on the command line
 METRICS_FILE = "metrics.jsonl"
 MARKER_FILE = "detr_bf-run.json"
 EVALUATION_FILE = "evaluation.json"

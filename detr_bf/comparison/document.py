@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from detr_bf.common.errors import InputError, prefix_errors
+from detr_bf.common.files import CHOSEN_SETTINGS
 from detr_bf.common.text import counted, listed, printable
 from detr_bf.comparison.resampling import DifferenceEstimates, Resampled, resample, resample_differences
 from detr_bf.comparison.statistics import (
@@ -305,7 +306,8 @@ def _circumstances(records: Mapping[_Key, _Record]) -> dict[str, Any]:
             name = f"{split}{f', seed {key[1]}' if by_seed else ''}{'' if key[2] is None else f', fold {key[2]}'}"
             data[name] = record["data"][split]
     machines = [record["machine"] for record in records.values()]
-    hardware = [{k: v for k, v in machine.items() if k not in ("command", *_VERSIONS)} for machine in machines]
+    others = ("command", CHOSEN_SETTINGS, *_VERSIONS)
+    hardware = [{k: v for k, v in machine.items() if k not in others} for machine in machines]
     versions = {
         name: listed(dict.fromkeys(machine[name] for machine in machines if name in machine))
         for name in _VERSIONS

@@ -134,9 +134,12 @@ def cell_record(run: RunFolder, cell: ExperimentCell) -> dict[str, Any]:
 
 
 def _metrics(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the metrics of a record, without those where less is better: a comparison takes more for better."""
-    left_out = ("kind", "step", "epoch", "score", "ece")
-    return {name: value for name, value in record.items() if name not in left_out and not name.startswith("loss")}
+    """Return the metrics of a record, without those where less is better: a comparison takes more for better.
+
+    The scores of raw and averaged weights are none of the weights that are used.
+    """
+    left_out, beginnings = ("kind", "step", "epoch", "score", "ece"), ("loss", "score/")
+    return {name: value for name, value in record.items() if name not in left_out and not name.startswith(beginnings)}
 
 
 def _cost(run: RunFolder, config: RunConfig, windows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

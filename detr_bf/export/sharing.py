@@ -143,7 +143,11 @@ def _metrics_of(origin: SourceCheckpoint) -> dict[str, float] | None:
     found = [record for record in records if record["kind"] == "val" and record["step"] == origin.step]
     if not found:
         return None
-    return {key: value for key, value in found[-1].items() if isinstance(value, float) and math.isfinite(value)}
+    return {
+        key: value
+        for key, value in found[-1].items()
+        if isinstance(value, float) and math.isfinite(value) and not key.startswith("score/")
+    }
 
 
 def _statistics(origin: SourceCheckpoint) -> Mapping[str, Any]:

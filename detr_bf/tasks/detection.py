@@ -190,8 +190,15 @@ class DetectionTask(Task[DetectionConfig]):
             logger.info(load_fitting(model, weights, config.init_from, "mask_head" if frozen else None))
 
     def adopt_settings(self, checkpoint: Checkpoint) -> None:
-        """Take over what the run chose: grey_bits, batch size and accumulation, for as many images of a step."""
+        """Take over what the run chose: grey_bits, batch size and accumulation, for as many images of a step.
+
+        Its ``init_from`` stays too: learning rates that are ``auto`` depend on it.
+        """
         stored = config_from_dict(checkpoint.config)
+        given, self.config.init_from = self.config.init_from, stored.init_from
+        if given not in (None, stored.init_from):
+            text = "init_from=%s is not used: the run started from %s, and goes on from its last checkpoint"
+            logger.warning(text, given, stored.init_from or "the weights of the backbone")
         if self.config.data.grey_bits is None:
             self.config.data.grey_bits = stored.data.grey_bits
         train, before = self.config.train, stored.train

@@ -21,7 +21,7 @@ from detr_bf.assembly.training import resolved_text
 from detr_bf.common import distributed
 from detr_bf.common.devices import device_of, float32_products
 from detr_bf.common.errors import InputError, TrainingError
-from detr_bf.common.files import check_output_folder, make_output_folder, write_json, write_text
+from detr_bf.common.files import CHOSEN_SETTINGS, check_output_folder, make_output_folder, write_json, write_text
 from detr_bf.common.progress import setup_logging
 from detr_bf.common.text import counted, duration, listed
 from detr_bf.config import RunConfig, config_from_dict, config_to_dict, config_to_yaml, flatten_settings
@@ -395,7 +395,7 @@ def _describe(
     try:
         write_text(folder.config, config_to_yaml(config))
         created.add(folder.config)
-        write_json(folder.machine, machine_info() | ({"chosen for its steps": chosen} if chosen else {}))
+        write_json(folder.machine, machine_info() | ({CHOSEN_SETTINGS: chosen} if chosen else {}))
         created.add(folder.machine)
         if statistics is not None:
             write_json(folder.data, statistics)

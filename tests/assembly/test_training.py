@@ -10,14 +10,22 @@ import torch
 
 from detr_bf.assembly import build_model
 from detr_bf.assembly.data import _num_tokens, check_enough_tokens
-from detr_bf.assembly.training import check_same_classes, learning_rate, metrics_log, warn_of_slow_average
+from detr_bf.assembly.training import (
+    RUN_STEPS,
+    check_same_classes,
+    learning_rate,
+    metrics_log,
+    resolved,
+    warn_of_slow_average,
+)
 from detr_bf.classification.config import ClassifierConfig
 from detr_bf.common.errors import InputError
 from detr_bf.common.structures import ClassMap
-from detr_bf.config import DetectionConfig, load_config
+from detr_bf.config import DetectionConfig, config_to_dict, load_config
 from detr_bf.data.coco import CocoDetection
 from detr_bf.engine import Checkpoint, RunFolder
 from detr_bf.engine.state import AveragedWeights
+from detr_bf.tasks.detection import DetectionTask
 from tests.checkpoints import training
 
 FOLDER = RunFolder(Path("run"))
@@ -94,6 +102,20 @@ def test_averaged_weights_slower_than_the_run_are_told(warmup: int, caplog: pyte
     for settings in (["train.ema.decay=0.88"], ["train.max_steps=20"], ["train.ema.enabled=false"]):
         warn_of_slow_average(load_config(None, [*on, *settings], task="classification"), 50)
     assert not caplog.text
+
+
+@pytest.mark.parametrize("start", [None, "old.pt"])
+def test_a_resumed_run_keeps_the_start_that_chose_its_learning_rate(
+    start: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = [f"init_from={start or 'null'}", "model.name=rtdetr", "optimizer.lr=auto"]
+    stored = Checkpoint({}, {}, config_to_dict(load_config(None, settings, task="detection")))
+    for given in ("init_from=null", f"init_from={start or 'null'}", "init_from=new.pt"):
+        task = DetectionTask(load_config(None, [*settings, given], task="detection"))
+        with caplog.at_level(logging.WARNING):
+            task.adopt_settings(stored)
+        assert resolved(task.config, RUN_STEPS).optimizer.lr == (1e-4 if start else 4e-4)
+        assert ("init_from=new.pt is not used" in caplog.text) == (given == "init_from=new.pt")
 
 
 def test_a_cosine_ends_at_the_least_learning_rate() -> None:

@@ -185,6 +185,7 @@ def test_folds() -> None:
 
 def test_curves_costs_settings_and_circumstances() -> None:
     cells = some_cells()
+    cells[0]["machine"]["chosen for its steps"] = "train.ema.decay=0.98"  # by the settings, not by the machine
     document = document_of(cells)
     off, good, _ = document["arms"]
     assert [(point["epoch"], point["count"]) for point in off["curve"]] == [(2, 5), (3, 5)]

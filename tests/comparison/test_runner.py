@@ -24,7 +24,7 @@ from detr_bf.common.errors import InputError
 from detr_bf.common.text import duration
 from detr_bf.comparison import runner
 from detr_bf.comparison.experiment import Experiment, ExperimentCell, flat_settings, read_experiment
-from detr_bf.comparison.records import ExperimentFolder, changed_settings, num_rows
+from detr_bf.comparison.records import ExperimentFolder, _metrics, changed_settings, num_rows
 from detr_bf.config import config_to_yaml, load_config
 from detr_bf.engine import RunFolder, RunMarker
 from tests.comparison import stubs
@@ -225,6 +225,11 @@ def test_failures_are_named_even_if_nothing_is_left_to_compare(
     said = capfd.readouterr().err
     assert "no report: there is nothing to compare" in said
     assert "1 of 4 cells failed" in said
+
+
+def test_scores_of_raw_and_averaged_weights_are_no_metrics() -> None:
+    scores = {"score": 0.1, "score/raw": 0.1, "score/averaged": 0.0, "loss": 2.0, "ece": 0.1}
+    assert _metrics({"kind": "val", "step": 10, "epoch": 1, **scores, **VAL}) == VAL
 
 
 def test_a_setting_that_is_younger_than_a_record_has_its_default_there() -> None:

@@ -107,14 +107,21 @@ def test_an_output_that_cannot_be_written_is_told_before_planning(
 
 
 def test_the_images_of_a_folder_are_counted(
-    coco_folder: Callable[..., Any], tiny: Path, capsys: pytest.CaptureFixture[str]
+    coco_folder: Callable[..., Any], tiny: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = coco_folder(num_images=12, name="photos").images.parent
+    monkeypatch.setattr("detr_bf.data.formats.readable", None)  # images that cannot be decoded are not looked for
     settings = [f"data.root={root}", "data.val_fraction=0.25", "train.batch_size=2", "train.ema.decay=auto"]
+    settings.append("data.skip_unreadable=0.5")
     assert plan(["--config", str(tiny), "--gpus", "1", *settings]) == 0
     printed = capsys.readouterr().out
     assert "Steps: 2 images each, 4 an epoch of 9 images, " in printed
     assert "with 3 classes (--classes)" in printed
+    absent = ["--config", str(tiny), "--gpus", "1", "data.root=absent"]
+    assert plan(absent) == 2
+    error = "error: --images N --classes N plan without the data, which are counted otherwise: folder absent does not"
+    assert capsys.readouterr().err.startswith(error)
+    assert plan([*absent, "--images", "9", "--classes", "3"]) == 0
 
 
 @pytest.mark.parametrize("make_config", [classifier_config, masked_config])
