@@ -224,7 +224,9 @@ def resolved_text(config: RunConfig, steps: int) -> str:
     )
 
 
-def learning_rate(config: RunConfig, batches_per_epoch: int, steps: int | None = None) -> LearningRate:
+def learning_rate(
+    config: RunConfig, batches_per_epoch: int, steps: int | None = None, *, warns: bool = True
+) -> LearningRate:
     """Return the schedule over the steps of the run, of a :func:`resolved` config.
 
     Image models add a warm-up in epochs and a final rate above 0.
@@ -234,8 +236,9 @@ def learning_rate(config: RunConfig, batches_per_epoch: int, steps: int | None =
 
     Args:
         steps: of a run of ``train.minutes``, in which an epoch of the schedule is that share of ``train.epochs``.
+        warns: False for the first steps of such a run: their schedule is replaced.
     """
-    optimizer = config.optimizer
+    optimizer, level = config.optimizer, logging.WARNING if warns else logging.DEBUG
     total = config.train.epochs * math.ceil(batches_per_epoch / config.train.accumulate) if steps is None else steps
     steps_per_epoch = total / config.train.epochs
     warmup_epochs = getattr(optimizer, "warmup_epochs", 0.0)  # this and min_lr are settings of image models only
@@ -245,11 +248,12 @@ def learning_rate(config: RunConfig, batches_per_epoch: int, steps: int | None =
     if flat:
         min_factor = optimizer.final_factor
     warmup_steps = round(resolved_number(optimizer.warmup_steps) + warmup_epochs * steps_per_epoch)
-    warmup_steps = _fitting_warmup(config, total, warmup_steps, warmup_epochs)
+    warmup_steps = _fitting_warmup(config, total, warmup_steps, warmup_epochs, level)
     if (config.train.max_steps or total) >= total:
         drops = [epoch for epoch in drop_epochs if 0 < epoch < config.train.epochs]
         if optimizer.schedule == "step" and not drops:
-            logger.warning(
+            logger.log(
+                level,
                 "optimizer.schedule=step, optimizer.drop_epochs=%s: the learning rate never falls in train.epochs=%d",
                 drop_epochs,
                 config.train.epochs,
@@ -266,13 +270,14 @@ def learning_rate(config: RunConfig, batches_per_epoch: int, steps: int | None =
     )
 
 
-def _fitting_warmup(config: RunConfig, total: int, warmup_steps: int, warmup_epochs: float) -> int:
-    """Return the warm-up steps, or a tenth of all steps where the run is not longer than them."""
+def _fitting_warmup(config: RunConfig, total: int, warmup_steps: int, warmup_epochs: float, level: int) -> int:
+    """Return the warm-up steps, or, with a message of that level, a tenth of all steps of a run that is not longer."""
     if warmup_steps < total or not warmup_steps:
         return warmup_steps
     minutes = getattr(config.train, "minutes", None)  # a setting of detectors only
     setting = f"warmup_epochs={warmup_epochs:g}" if warmup_epochs else f"warmup_steps={config.optimizer.warmup_steps}"
-    logger.warning(
+    logger.log(
+        level,
         "optimizer.%s: the warm-up of %d steps would not be over when train.%s are, after %d steps: it is shortened to "
         "a tenth of the run, %d steps",
         setting,

@@ -401,6 +401,7 @@ class Recovery:
     def __init__(self, step: TrainingStep, state: TrainingState, *, max_skipped: int, max_replaced: float) -> None:
         self.step, self.state = step, state
         self.max_skipped, self.max_replaced = max_skipped, max_replaced
+        self.trial = False  # True: of steps whose folder is not kept
 
     def begin_step(self) -> StepStart:
         """Return what :meth:`skip_step` needs."""
@@ -438,13 +439,14 @@ class Recovery:
             scale=scale,
             with_backward=with_backward,
         )
-        path = state.folder.capture(progress.step, distributed.rank()) if progress.skipped < MAX_CAPTURES else None
+        kept = progress.skipped < MAX_CAPTURES and not self.trial
+        path = state.folder.capture(progress.step, distributed.rank()) if kept else None
         message = report_fault(capture, path)
         progress.skipped += 1
         if progress.skipped > self.max_skipped:
             raise distributed.on_all_ranks(
                 TrainingError(
-                    f"{message}\nThe last checkpoint is {state.folder.last}. Try a lower optimizer.lr, "
+                    f"{message}\n{self._saved('.')}Try a lower optimizer.lr, "
                     "optimizer.clip_norm=0.1, train.precision=float32, check these images with detr-bf check, "
                     "or skip such steps with train.max_skipped=N."
                 )
@@ -465,8 +467,12 @@ class Recovery:
             raise distributed.on_all_ranks(
                 TrainingError(
                     f"{progress.replaced} images of this epoch cannot be read, data.max_unreadable allows "
-                    f"{self.max_replaced:g}: see the messages above and check the disk. The last checkpoint is "
-                    f"{self.state.folder.last}; continue with --resume, or 'detr-bf check DATA --fix OUT' writes a "
+                    f"{self.max_replaced:g}: see the messages above and check the disk. "
+                    f"{self._saved('; continue with --resume, or')}'detr-bf check DATA --fix OUT' writes a "
                     "copy of detection data without these images for a new run"
                 )
             )
+
+    def _saved(self, end: str) -> str:
+        """Return a sentence that names the last checkpoint, with its end; empty in a trial."""
+        return "" if self.trial else f"The last checkpoint is {self.state.folder.last}{end} "

@@ -243,7 +243,12 @@ class Trainer:
         return loss if minutes is None else f"{loss}, {self.progress.seconds / 60:.1f} of {minutes:g} min"
 
     def measure_step(self) -> float:
-        """Run the first few steps of a trial, and return the median seconds of those after the first one."""
+        """Run the first few steps of a trial, and return the median seconds of those after the first one.
+
+        Raises:
+            TrainingError: see :meth:`train`.
+        """
+        self.recovery.trial = True
         self.model.train()
         self._ddp_step = wrap_ddp(self.step, unused_parameters=self.settings.unused_parameters)
         times = [time.perf_counter()]

@@ -115,6 +115,7 @@ def dry_run_training(task: Task[Any]) -> str | None:
 
     Raises:
         InputError: as :func:`train` does before the first step.
+        TrainingError: one of the steps failed.
     """
     config, folder = task.config, RunFolder(Path(task.config.output_dir))
     with ExitStack() as stack:
@@ -138,7 +139,11 @@ def dry_run_training(task: Task[Any]) -> str | None:
             if trainer.metrics is not None:
                 stack.enter_context(trainer.metrics)
             batch = next(iter(trainer.make_batches(0, 0, 0))).to(device_of(config.device))
-        seconds = trainer.measure_step()
+        try:
+            seconds = trainer.measure_step()
+        except TrainingError as error:
+            failed = TrainingError(f"a step of the dry run failed: {error}")
+            raise (distributed.on_all_ranks(failed) if error.on_all_ranks else failed) from error
         trained = sum(each.numel() for each in trainer.model.parameters() if each.requires_grad)
         lines = (
             f"model: {sum(each.numel() for each in trainer.model.parameters()):,} parameters, {trained:,} of them "

@@ -269,7 +269,7 @@ class Task(ABC, Generic[C]):
         seed_per_rank(config)
         make_batches, batches_per_epoch, num_images = self.train_batches(data, device)
         evaluate = self.build_evaluation(data.class_map, folder, data)
-        steps = self._scheduled_steps(batches_per_epoch)
+        steps, timed = self._scheduled_steps(batches_per_epoch), getattr(config.train, "minutes", None) is not None
         numbers = resolved(config, steps)
         optimizer = type(self)(numbers).build_optimizer(model)
         metrics = metrics_log(config, folder, resume_from, new_val="val" in changed)
@@ -279,7 +279,7 @@ class Task(ABC, Generic[C]):
             trainer = Trainer(
                 step=TrainingStep(model, criterion, device, precision_of(config, device)).to(device),
                 optimizer=optimizer,
-                learning_rate=learning_rate(numbers, batches_per_epoch, steps),
+                learning_rate=learning_rate(numbers, batches_per_epoch, steps, warns=not timed),
                 reschedule=partial(self._reschedule, model, batches_per_epoch),
                 make_batches=make_batches,
                 batches_per_epoch=batches_per_epoch,

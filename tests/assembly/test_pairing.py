@@ -165,6 +165,17 @@ def test_the_steps_of_a_run_by_time_choose_its_numbers(trainer_of: Callable[...,
     assert list(found.rates) == [group["base_lr"] for group in trainer.optimizer.param_groups]
 
 
+def test_a_run_by_time_warns_once_its_steps_are_known(
+    trainer_of: Callable[..., Trainer], caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = trainer_of("train.minutes=5", "train.epochs=2", "optimizer.warmup_steps=3000")
+    assert "optimizer." not in caplog.text, "nothing about a number of steps that is not known"
+    assert trainer.reschedule is not None
+    trainer.reschedule(300)
+    assert "the warm-up of 3000 steps would not be over when train.minutes=5 are, after 300 steps" in caplog.text
+    assert caplog.text.count("never falls in train.epochs=2") == 1
+
+
 def test_mixup_is_a_function_of_seed_epoch_and_batch(trainer_of: Callable[..., Trainer]) -> None:
     trainer = trainer_of("data.mixup.prob=0.5")
     whole, rest = list(trainer.make_batches(0, 0)), list(trainer.make_batches(0, 1))

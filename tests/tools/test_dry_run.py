@@ -73,6 +73,19 @@ def test_a_run_by_time(tiny: Path, steps: list[float], capsys: pytest.CaptureFix
     assert len(steps) == 4
 
 
+@pytest.mark.parametrize("skipped", [0, 9])
+def test_a_step_that_is_not_finite(skipped: int, tiny: Path, scratch: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """No file is named that is never kept: neither a checkpoint nor a captured step."""
+    settings = ["optimizer.lr=1e30", "optimizer.warmup_steps=0", f"train.max_skipped={skipped}"]
+    assert main(["train", str(tiny), "--dry-run", *settings]) == (0 if skipped else 1)
+    said = capfd.readouterr().err
+    assert "first module whose output is not finite: " in said
+    assert ("The step is skipped, 1 of 9." if skipped else "a step of the dry run failed: the loss") in said
+    assert str(scratch) not in said
+    assert "checkpoint" not in said
+    assert "replay" not in said
+
+
 def test_batch_attention_is_off_unless_asked_for(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = tiny.read_text()
     tiny.write_text(text.replace("batch_former: {enabled: true}\n", "batch_former: {heads: 2}\n"))
