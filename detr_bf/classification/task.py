@@ -304,7 +304,7 @@ class MaskedTask(ImageTask[MaskedConfig]):
             save_picture(folder.sheet, reconstruction_sheet(shown(images, transforms), seen, guessed))
 
     def deploy(self, checkpoint: Checkpoint, source: Path, target: Path) -> str:
-        """Write the averaged weights, or else the last, of the encoder for timm's network, under its own names."""
+        """Write the better of raw and averaged weights of the encoder for timm's network, under its own names."""
         whole = build_and_load(lambda: self.build_model(0), checkpoint.weights, source)
         kept = {name.removeprefix(ENCODER): x for name, x in checkpoint.weights.items() if name.startswith(ENCODER)}
         encoder = build_and_load(lambda: self.build_model(0).encoder, kept, source)

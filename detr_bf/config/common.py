@@ -233,9 +233,9 @@ class OptimizerConfig:
 
 @dataclass
 class EmaConfig:
-    """Exponential moving average of the weights; evaluation uses it if it is on."""
+    """Exponential moving average of the weights; the better ones of these and the raw weights are used."""
 
-    enabled: bool = False  # average the weights, and evaluate the average
+    enabled: bool = False  # average the weights, and evaluate both raw and averaged ones
     decay: float | int | str = automatic(0.9997, BELOW_ONE)  # share of the average that a step keeps; auto: by steps
     warmup_steps: int = not_negative(0, STEPS)  # W > 0: step n keeps decay * (1 - exp(-n / W)); 0: always decay
 

@@ -100,7 +100,7 @@ def finetune(
             ``SHORT_RUN`` epochs or fewer. Strong augmentation ends with the last tenth of the epochs.
         resume: continue the run in ``output`` if there is one.
         overrides: settings as on the command line, which replace those chosen here.
-        dry_run: do everything up to the first step, log what was found, write nothing and return None.
+        dry_run: do everything up to the first step, time a few steps, log what was found, write nothing; return None.
 
     Raises:
         InputError: for anything that can be corrected, before the first step.

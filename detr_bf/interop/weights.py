@@ -21,7 +21,7 @@ WRAPPERS = ("ema.module", "ema", "model", "state_dict")
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """Read weights under our names from our or a foreign checkpoint; averaged weights are preferred.
+    """Read weights under our names from our or a foreign checkpoint, see :func:`state_in`.
 
     Raises:
         InputError: the file is missing or damaged, or holds no weights or an unknown format.
@@ -37,7 +37,7 @@ def under_our_names(state: Mapping[str, Tensor], source: str) -> dict[str, Tenso
 
 
 def read_state(path: Path) -> dict[str, Tensor]:
-    """Read weights under the names in the file; averaged weights are preferred.
+    """Read weights under the names in the file, see :func:`state_in`.
 
     Raises:
         InputError: the file is missing, damaged or holds no weights.

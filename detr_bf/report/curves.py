@@ -137,7 +137,7 @@ def curves(metrics: Metrics, plan: CurvePlan, weights: bool = True) -> list[Char
         ("Batch attention", _loss_lines(metrics.train, _attention_lines(metrics)), {"high": 1.0}),
         ("Learning rates", rate_lines, {}),
         ("Validation (%)", _score_lines(metrics, plan), {"mark": best}),
-        ("Score of the weights (%)", _percent_lines(metrics, _WEIGHTS), {}),
+        ("Score of the weights (%)", _percent_lines(metrics, _WEIGHTS if plan.scores else ()), {}),
     )
     last = max((record["epoch"] for record in (*metrics.train, *metrics.val)), default=0.0)
     drawn = ((title, [line for line in lines if len(line.x)], more) for title, lines, more in found)

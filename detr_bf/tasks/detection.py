@@ -264,7 +264,7 @@ class DetectionTask(Task[DetectionConfig]):
         write_errors_and_pictures(folder, self.config, found)
 
     def deploy(self, checkpoint: Checkpoint, source: Path, target: Path) -> str:
-        """Write the checkpoint without batch attention, averaged weights if there are any, and nothing to resume from.
+        """Write the checkpoint without batch attention, the better of raw and averaged weights, and no training state.
 
         Raises:
             InputError: the detector has no batch attention, or evaluation uses it.

@@ -101,6 +101,8 @@ def test_averaged_weights_slower_than_the_run_are_told(warmup: int, caplog: pyte
     caplog.clear()
     for settings in (["train.ema.decay=0.88"], ["train.max_steps=20"], ["train.ema.enabled=false"]):
         warn_of_slow_average(load_config(None, [*on, *settings], task="classification"), 50)
+    for settings in (["train.ema.decay=0"], ["train.ema.decay=0.98"]):
+        warn_of_slow_average(load_config(None, [*on, *settings], task="classification"), 1)
     assert not caplog.text
 
 

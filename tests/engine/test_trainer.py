@@ -242,6 +242,27 @@ def test_a_resumed_run_by_time_goes_on_with_the_minutes_left(
     assert not longer.finished
 
 
+def test_raw_weights_are_evaluated_without_a_compiler_as_averaged_ones_are(tmp_path: Path) -> None:
+    model, ran, in_evaluations = regression(), list[int](), list[int]()
+
+    def compiled(graph: Any, inputs: Any) -> Callable[..., Any]:
+        return lambda *given: (ran.append(1), graph(*given))[1]
+
+    class Counted(Scores):
+        def __call__(self, model: nn.Module, should_stop: Callable[[], bool]) -> Result:
+            before = len(ran)
+            model(torch.zeros(2, FEATURES))
+            in_evaluations.append(len(ran) - before)
+            return super().__call__(model, should_stop)
+
+    model.compile(backend=compiled)
+    make(tmp_path / "averaged", model=model, evaluate=Counted(), ema_decay=0.9).train()
+    assert ran, "training is compiled"
+    assert in_evaluations == [0] * 4
+    make(tmp_path / "raw", model=model, evaluate=Counted()).train()
+    assert in_evaluations[4:] == [1] * 2
+
+
 def test_freed_memory_is_kept_with_each_window_of_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     processes: list[int] = []
     monkeypatch.setattr("detr_bf.engine.trainer.keep_large_blocks_if_possible", processes.append)

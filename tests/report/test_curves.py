@@ -165,7 +165,8 @@ def test_a_single_term_and_a_single_group_are_not_drawn(tmp_path: Path) -> None:
 
 
 def test_a_masked_autoencoder_has_losses_alone(tmp_path: Path) -> None:
-    path = write(tmp_path / "m.jsonl", train(1), {"kind": "val", "step": 10, "epoch": 1, "loss": 0.75})
+    scores = {"score": -0.75, "score/raw": -0.8, "score/averaged": -0.75}  # no percentages
+    path = write(tmp_path / "m.jsonl", train(1), {"kind": "val", "step": 10, "epoch": 1, "loss": 0.75, **scores})
     assert labels(path, MASKED_PAGE.curves) == [("Loss", ["total", "validation"])]
 
 

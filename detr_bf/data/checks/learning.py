@@ -148,7 +148,9 @@ def slow_average(decay: float, warmup: int, steps: int) -> tuple[str, str] | Non
         decay, warmup: as in :class:`detr_bf.engine.state.AveragedWeights`.
         steps: of the whole run.
     """
-    kept = decay ** (steps - 1)  # the first update copies the weights
+    if steps < 2:
+        return None  # the first update copies the weights
+    kept = decay ** (steps - 1)
     if warmup:
         kept *= float(np.prod(-np.expm1(-np.arange(2, min(steps, _MOST_UPDATES) + 1) / warmup)))
     if kept <= MOST_OF_THE_FIRST:
