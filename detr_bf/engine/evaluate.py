@@ -165,6 +165,7 @@ class DetectionEvaluator:
         panoptic: for models with a mask head and data with panoptic annotations.
         never_found: file with the objects that no evaluation of the run has found; None: none is kept.
         criterion: training loss, which must not communicate; None: no losses.
+        num_skipped: images of the data that cannot be decoded and were left out.
     """
 
     def __init__(
@@ -177,8 +178,9 @@ class DetectionEvaluator:
         panoptic: PanopticEvaluation | None = None,
         never_found: Path | None = None,
         criterion: Criterion | None = None,
+        num_skipped: int = 0,
     ) -> None:
-        self.class_map = class_map
+        self.class_map, self._num_skipped = class_map, num_skipped
         self.result: Result | None = None  # the last summary
         self.missing: set[tuple[int, int]] = set()  # objects that no evaluation of the run has found
         self._never_found = never_found
@@ -231,6 +233,7 @@ class DetectionEvaluator:
             self.boxes.summarize_masks() if self._masks else None,
             self.quality.summarize() if self.quality else None,
             _mean_losses(self._losses),
+            self._num_skipped,
         )
         self.missing = set(never_found(self.boxes.errors))
         if self._never_found is not None:

@@ -17,6 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from detr_bf.common.text import counted
+
 BOX_METRIC_NAMES = ("AP", "AP50", "AP75", "APs", "APm", "APl", "AR1", "AR10", "AR", "ARs", "ARm", "ARl")
 PANOPTIC_METRIC_NAMES = ("PQ", "SQ", "RQ", "PQ_th", "SQ_th", "RQ_th", "PQ_st", "SQ_st", "RQ_st")
 SIZE_NAMES = ("small", "medium", "large")
@@ -224,12 +226,14 @@ class Result:
     """Summaries of boxes, of masks (with a mask head) and of panoptic maps (with panoptic annotations), and losses.
 
     ``losses`` are ``loss`` and its unweighted terms, named as in training; None if not finite. Empty if not computed.
+    ``num_skipped`` images of the data cannot be decoded and were left out before (``data.skip_unreadable``).
     """
 
     boxes: CocoSummary
     masks: CocoSummary | None = None
     panoptic: PanopticSummary | None = None
     losses: Mapping[str, float | None] = field(default_factory=dict)
+    num_skipped: int = 0
 
     @property
     def metrics(self) -> dict[str, float | None]:
@@ -258,7 +262,13 @@ class Result:
     def __str__(self) -> str:
         names = [*(("PQ", "SQ", "RQ") if self.panoptic else ()), "AP", *(("mask/AP",) if self.masks else ("AP50",))]
         shown = ((name.replace("/", " "), self.metrics[name]) for name in names)
-        return "  ".join(f"{name} {'n/a' if value is None else f'{value:.3f}'}" for name, value in shown)
+        values = [f"{name} {'n/a' if value is None else f'{value:.3f}'}" for name, value in shown]
+        return "  ".join([*values, *([f"without {self.skipped_text}"] if self.num_skipped else [])])
+
+    @property
+    def skipped_text(self) -> str:
+        """Return the images that were left out, as text."""
+        return f"{counted(self.num_skipped, 'image')} that cannot be decoded"
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain dictionaries and numbers for JSON: those of the boxes, ``masks``, ``panoptic``, ``losses``."""
@@ -267,6 +277,7 @@ class Result:
             "masks": self.masks and self.masks.to_dict(),
             "panoptic": self.panoptic and self.panoptic.to_dict(),
             "losses": dict(self.losses),
+            **({"num_skipped": self.num_skipped} if self.num_skipped else {}),
         }
 
     @classmethod
@@ -274,9 +285,11 @@ class Result:
         """Inverse of :meth:`to_dict`."""
         boxes = dict(state)
         masks, panoptic, losses = (boxes.pop(name, None) for name in ("masks", "panoptic", "losses"))
+        num_skipped = boxes.pop("num_skipped", 0)
         return cls(
             CocoSummary.from_dict(boxes),
             masks and CocoSummary.from_dict(masks),
             panoptic and PanopticSummary.from_dict(panoptic),
             losses or {},
+            num_skipped,
         )

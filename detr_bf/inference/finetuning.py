@@ -20,7 +20,7 @@ from detr_bf.common.files import CONFIG_FILE, file_size, is_file
 from detr_bf.common.progress import setup_logging
 from detr_bf.common.text import listed, printable
 from detr_bf.config import DetectionConfig, load_config, own_settings, packaged_configs, saved_config
-from detr_bf.config.common import AUTO, TrainConfig
+from detr_bf.config.common import AUTO
 from detr_bf.config.data import DataConfig
 from detr_bf.data.coco import read_annotations
 from detr_bf.data.formats import read_folder
@@ -168,11 +168,12 @@ def _start(model: str, files: Sequence[Path], given: Sequence[str], resume: bool
 
     The main rank decides for all ranks.
     """
-    before = Path(load_config(files, given, task="detection").output_dir) / CONFIG_FILE
+    config: DetectionConfig = load_config(files, given, task="detection")
+    before = Path(config.output_dir) / CONFIG_FILE
     if resume and is_file(before) and "init_from" not in (each.partition("=")[0].strip() for each in given):
         stored: DetectionConfig = saved_config(before)
         return [f"init_from={json.dumps(stored.init_from)}"]
-    with distributed.process_group(torch.device("cpu"), timeout_minutes=TrainConfig.timeout_minutes):
+    with distributed.process_group(torch.device("cpu"), config.train.timeout_minutes):
         chosen, text = distributed.run_on_main(lambda: published_start(model, files, given))
     if text:
         logger.info("%s", text)
@@ -225,7 +226,8 @@ def published_start(model: str, files: Sequence[Path], given: Sequence[str]) -> 
         path = get_published(weights, ANSWER_SECONDS)
     except InputError as error:
         place = shlex.quote(str(weights.path))
-        fetch = f" To start from them: 'curl --create-dirs -Lo {place} {weights.url}', or copy the file there"
+        size = f" ({weights.megabytes:g} MB)" if weights.megabytes else ""
+        fetch = f" To start from them{size}: 'curl -fL --create-dirs -o {place} {weights.url}', or copy the file there"
         return [], f"{backbone} and not {named}): {error}{fetch if weights.url else ''}"
     source = weights.name if not Path(weights.name).exists() else str(path)
     size = f"{file_size(path) / 1e6:.3g} MB"

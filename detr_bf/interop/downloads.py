@@ -71,11 +71,12 @@ def download_file(url: str, target: Path, *, sha256: str = "", advice: str = "",
         sha256: hexadecimal SHA-256 of the file, or the beginning of it. Without it, that of the header
             ``X-Linked-Etag`` (Hugging Face Hub) is compared if there is one.
         advice: what to do without a network, for the error.
-        patience: seconds within which the server must answer at all, without another attempt, for a file that is
-            useful but not needed.
+        patience: seconds within which the server must give its first answer, for a file that is useful but not
+            needed; without it, several attempts are made. Neither the download after this answer nor the wait for
+            another process has a limit.
 
     Raises:
-        InputError: there is no such file, no connection, or another content than expected.
+        InputError: there is no such file, no connection, or another content than expected; it cannot be written.
     """
     if is_file(target):
         return target
@@ -94,14 +95,19 @@ def download_file(url: str, target: Path, *, sha256: str = "", advice: str = "",
                 _check_answer(url, part, patience)
             expected = _fetch(url, part, sha256)
             _verify(part, expected, url)
+            with part.open("rb") as written:
+                os.fsync(written.fileno())
+            part.replace(target)
+            _record(part).unlink(missing_ok=True)
         except DownloadError as error:
             kept = file_size(part) and _known(part, url) is not None
             hint = " What has arrived is kept, and another attempt goes on from there." if kept else ""
             raise InputError(f"{printable(url)} could not be downloaded: {error}.{hint}{advice}") from error.__cause__
-        with part.open("rb") as written:
-            os.fsync(written.fileno())
-        part.replace(target)
-        _record(part).unlink(missing_ok=True)
+        except OSError as error:  # of the files alone: those of the connection are a DownloadError
+            raise InputError(
+                f"{printable(part)} cannot be written ({_reason(error)}): free some space, or set DETR_BF_HOME to "
+                "another folder"
+            ) from error
     return target
 
 
@@ -112,7 +118,7 @@ def _locked(target: Path) -> Iterator[None]:
     try:
         lock.acquire()
     except Timeout:
-        logger.info("waiting for another process that downloads %s", target.name)
+        logger.info("waiting for another process that downloads %s (it holds %s)", target.name, lock.lock_file)
         lock.acquire(timeout=-1)
     except OSError as error:
         raise InputError(

@@ -92,7 +92,10 @@ def _results(result: Result | None) -> Iterator[str]:
     if result and result.masks:
         yield section("Masks", _headline(result.masks, "mask"))
     yield section(
-        "Boxes" if result and result.masks else "Validation", _headline(result.boxes if result else None, "box")
+        "Boxes" if result and result.masks else "Validation",
+        _headline(result.boxes, "box", result.skipped_text if result.num_skipped else "")
+        if result
+        else missing(EVALUATION_FILE, "evaluation"),
     )
 
 
@@ -118,9 +121,7 @@ def _costs(runs: Mapping[str, Path]) -> str:
     return costs_of_runs(runs)
 
 
-def _headline(summary: CocoSummary | None, kind: str) -> str:
-    if summary is None:
-        return missing(EVALUATION_FILE, "evaluation")
+def _headline(summary: CocoSummary, kind: str, skipped: str = "") -> str:
     sizes = zip(SIZE_NAMES, (summary.APs, summary.APm, summary.APl), strict=True)
     small = [(f"AP {name}", percent(ap), counted(summary.num_objects_by_size[name], "object")) for name, ap in sizes]
     small.append((f"AR, {summary.max_detections} detections", percent(summary.AR), "recall"))
@@ -134,6 +135,7 @@ def _headline(summary: CocoSummary | None, kind: str) -> str:
     note = (
         f"COCO {kind} metrics in percent on {counted(summary.num_images, 'image')}, "
         f"{counted(summary.num_detections, 'detection')}, computed with {summary.engine}."
+        f"{f' Left out of the data: {skipped}.' if skipped else ''}"
     )
     return headline(large, small, note)
 

@@ -32,7 +32,7 @@ from detr_bf.config import DetectionConfig
 from detr_bf.data.checks.annotations import Report
 from detr_bf.data.checks.correction import Corrected, Correction, corrected_splits
 from detr_bf.data.coco import Source
-from detr_bf.data.references import KEY, own_files
+from detr_bf.data.references import GROUP_KEY, KEY, own_files
 from detr_bf.tasks.detection import DetectionTask
 
 CHANGES_FILE = "changes.csv"
@@ -83,7 +83,8 @@ def write_corrected(config: DetectionConfig, output: Path) -> str:
     if report.errors:
         raise InputError(f"these errors cannot be corrected by {_OPTION}; nothing was written\n{report}")
     references = {name: _references(config, name, each) for name, each in splits.items()}
-    folders = make_output_folder(output, _OPTION)
+    check_new_folder(output, config)  # again, because the images were read since
+    folders, finished = make_output_folder(output, _OPTION), False
     try:
         for name, each in splits.items():
             images = list(_with_images(output, name, each, references[name]))
@@ -91,21 +92,29 @@ def write_corrected(config: DetectionConfig, output: Path) -> str:
             write_json(_annotations(output, name), {"images": images, **parts})
         _write_changes(output / CHANGES_FILE, splits)
         write_text(output / SETTINGS_FILE, _settings(output, splits))
+        finished = True
     except OSError as error:
-        for made in ("images", "references"):
-            shutil.rmtree(output / made, ignore_errors=True)
-        remove_empty(folders)
         raise InputError(
             f"{_OPTION} {printable(output)} cannot be written ({error.strerror or error}): free some space, or choose "
             "another folder"
         ) from error
+    finally:
+        if not finished:  # by Ctrl-C, too; the folder was missing or empty, so all files below these names are ours
+            for made in ("images", "references", "annotations"):
+                shutil.rmtree(output / made, ignore_errors=True)
+            for file in (CHANGES_FILE, SETTINGS_FILE):
+                (output / file).unlink(missing_ok=True)
+            remove_empty(folders)
     return _summary(output, splits, report)
 
 
 def _references(config: DetectionConfig, split: str, corrected: Corrected) -> list[Path | None]:
-    """Return the own reference of each image of a split, None for an image without one."""
+    """Return the own reference of each image of a split, None for an image without one.
+
+    They are kept also where ``data.reference`` does not read them.
+    """
     folder, images = references_folder(config, split), corrected.content.images
-    if folder is None and config.data.reference != "own":
+    if folder is None and config.data.reference != "own" and not any(isinstance(each.get(KEY), str) for each in images):
         return [None] * len(images)
     return own_files(images, corrected.images, folder)
 
@@ -114,23 +123,26 @@ def _with_images(
     output: Path, split: str, corrected: Corrected, references: list[Path | None]
 ) -> Iterator[dict[str, Any]]:
     """Put the images and their references into ``output``; yield the entries of the images with the new names."""
-    used: set[str] = set()
+    used, used_references = set[str](), set[str]()
     for image, reference in zip(corrected.content.images, references, strict=True):
-        name = _new_name(image, used)
+        given = PurePosixPath(image["file_name"])
+        name = _new_name(given, image["id"], used)
         _link(corrected.images / image["file_name"], output / "images" / split / name)
         own = {}
+        if image.get(GROUP_KEY) is None and given.parent != PurePosixPath(name).parent:
+            own[GROUP_KEY] = str(PurePosixPath("images", split, given.parent))  # the group of others in that folder
         if reference is not None and is_file(reference):
-            own = {KEY: f"references/{split}/{PurePosixPath(name).with_suffix(reference.suffix)}"}
+            named = PurePosixPath(name).with_suffix(reference.suffix)
+            own[KEY] = f"references/{split}/{_new_name(named, image['id'], used_references)}"
             _link(reference, output / own[KEY])
         yield {**image, "file_name": f"images/{split}/{name}"} | own
 
 
-def _new_name(image: Mapping[str, Any], used: set[str]) -> str:
-    """Return the given name of an image, or a new one if that is hidden, leads out of the folder or is in ``used``."""
-    given = PurePosixPath(image["file_name"])
+def _new_name(given: PurePosixPath, image_id: Any, used: set[str]) -> str:
+    """Return the given name of a file, or a new one if that is hidden, leads out of the folder or is in ``used``."""
     name = str(given)
     if given.is_absolute() or any(part.startswith(".") for part in given.parts):
-        name = f"{image['id']}_{given.name.lstrip('.')}"
+        name = f"{image_id}_{given.name.lstrip('.')}"
     while name.casefold() in used:
         name = f"_{name}"
     used.add(name.casefold())

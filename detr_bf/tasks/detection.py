@@ -386,6 +386,8 @@ def build_evaluation(
     masks = config.model.masks and config.eval.loss
     data, source = build_val_data(config, class_map, masks=masks), data_source(config, "val")
     check_enough_tokens(config, data, "val")
+    given = "train" if config.data.folds or config.data.val_fraction else "val"  # images left out before a division
+    num_skipped = len(data_source(config, given).skipped)
     loader = build_loader(config, device)
     postprocess, panoptic = build_postprocess(config), _panoptic_evaluation(config, data, folder)
     # where the images of a batch see each other: batches must not depend on their sizes
@@ -418,6 +420,7 @@ def build_evaluation(
             panoptic=panoptic,
             never_found=folder.never_found,
             criterion=build_criterion(config, local=True) if config.eval.loss else None,
+            num_skipped=num_skipped,
         ),
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -87,6 +88,16 @@ def test_a_run_is_continued_or_refused(photos: Path, tiny: str, tmp_path: Path) 
     assert [each["step"] for each in records if each["kind"] == "val"] == [1, 2]
     started = ["train.max_steps=1", *SMALL]
     detr_bf.finetune(photos, model=tiny, output=tmp_path / "more", init_from=tmp_path / "run", overrides=started)
+
+
+def test_ranks_wait_as_long_as_in_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr(
+        finetuning.distributed, "process_group", lambda device, timeout: nullcontext(waits.append(timeout))
+    )
+    files, _ = fine_tuning_files("detr_r50")
+    finetuning._start("detr_r50", files, ["train.timeout_minutes=90", "init_from=null"], resume=False)
+    assert waits == [90]
 
 
 def config_of(root: Path, *settings: str) -> DetectionConfig:

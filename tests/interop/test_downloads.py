@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import hashlib
 import multiprocessing
 import random
 import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -172,3 +175,25 @@ def test_a_folder_that_cannot_be_made(server: WebServer, tmp_path: Path) -> None
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="set DETR_BF_HOME to another folder"):
         download_file(f"{server.url}/w.pth", tmp_path / "file" / "w.pth")
+
+
+@pytest.mark.parametrize("step", ["_copy", "write_json"])
+def test_a_full_disk_names_the_file(
+    step: str, server: WebServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(downloads, step, full)
+        with pytest.raises(InputError, match=r"w\.pth\.part cannot be written \(No space left on device\): free some"):
+            download_file(f"{server.url}/w.pth", tmp_path / "w.pth")
+    assert download_file(f"{server.url}/w.pth", tmp_path / "w.pth").read_bytes() == DATA
+
+
+def test_what_is_waited_for_is_said(server: WebServer, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with (tmp_path / "w.pth.lock").open("w") as held, caplog.at_level("INFO"):
+        fcntl.flock(held, fcntl.LOCK_EX)
+        threading.Timer(0.3, fcntl.flock, (held.fileno(), fcntl.LOCK_UN)).start()
+        download_file(f"{server.url}/w.pth", tmp_path / "w.pth")
+    assert f"waiting for another process that downloads w.pth (it holds {tmp_path / 'w.pth.lock'})" in caplog.text

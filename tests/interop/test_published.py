@@ -270,7 +270,7 @@ def test_without_the_weights_training_says_what_it_starts_from(
     name: str, recipe: list[str], server: WebServer, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     digest = file_sha256(tiny)
-    monkeypatch.setitem(module._TABLE, "tiny_detr", replace(module._TABLE["tiny_detr"], sha256=digest))
+    monkeypatch.setitem(module._TABLE, "tiny_detr", replace(module._TABLE["tiny_detr"], sha256=digest, megabytes=0.5))
     monkeypatch.setattr(finetuning, "ANSWER_SECONDS", 0.5)
     change, reason = FAULTS[name]
     change(server)
@@ -281,7 +281,8 @@ def test_without_the_weights_training_says_what_it_starts_from(
         "start: random weights and not the published weights tiny_detr (licence mit, trained on COCO)"
     )
     assert reason in text
-    assert f"'curl --create-dirs -Lo {module._TABLE['tiny_detr'].path} {server.url}/tiny.pth'" in text
+    target = module._TABLE["tiny_detr"].path
+    assert f"To start from them (0.5 MB): 'curl -fL --create-dirs -o {target} {server.url}/tiny.pth'" in text
     assert not module._TABLE["tiny_detr"].path.exists()
 
 

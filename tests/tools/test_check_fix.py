@@ -310,6 +310,25 @@ def test_references_stay_with_their_images(
     assert main(["check", kept[0], str(tmp_path / "fixed" / "corrected.yaml"), *kept[1:]]) == 0
 
 
+def test_references_of_one_name_and_those_that_are_not_read_are_kept(
+    config: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Both a.jpg and a.png have a reference with the suffix .png."""
+    content, folder = fixtures.coco(), tmp_path / "own"
+    folder.mkdir()
+    size = (fixtures.WIDTH, fixtures.HEIGHT)
+    for number, (image, name) in enumerate(zip(content["images"], ("a.jpg", "a.png", "b.png"), strict=True)):
+        image |= {"file_name": name, "template": f"golden{number}.png"}
+        for file in (name, image["template"]):
+            Image.effect_noise(size, 90).convert("RGB").save(folder / file)
+    command = ["check", str(config(json.dumps(content))), f"data.train.images={folder}"]
+    assert main([*command, "--fix", str(tmp_path / "fixed")]) == 0
+    found = corrected(tmp_path / "fixed")["images"]
+    assert [image["template"] for image in found] == [f"references/train/{name}.png" for name in ("a", "_a", "b")]
+    for number, image in enumerate(found):
+        assert (tmp_path / "fixed" / image["template"]).read_bytes() == (folder / f"golden{number}.png").read_bytes()
+
+
 @pytest.mark.parametrize(
     "settings",
     [("batch_former.references=true", "data.reference=own"), ("data.reference=none",)],
@@ -427,6 +446,46 @@ def test_names_that_a_folder_cannot_have_are_replaced(
     names = [image["file_name"] for image in corrected(tmp_path / "fixed")["images"]]
     assert names == ["images/train/1_hidden.png", "images/train/2_0002.png", "images/train/0003.png"]
     assert main(["check", str(tmp_path / "fixed")]) == 0
+
+
+def test_images_with_new_names_stay_in_their_group(config: Callable[..., Path], images: Path, tmp_path: Path) -> None:
+    content, folder = fixtures.coco(count=5), images / "train" / "images"
+    names = ("../cam/a.png", "cam/.b.png", "cam/c.png", str(folder / "0004.png"), "../cam/e.png")
+    for number, (image, name) in enumerate(zip(content["images"], names, strict=True), 1):
+        (folder / name).parent.mkdir(exist_ok=True)
+        Image.effect_noise((fixtures.WIDTH, fixtures.HEIGHT), 80 + number).convert("RGB").save(folder / name)
+        image["file_name"] = name
+    content["images"][4]["group"] = "mine"
+    assert main(["check", str(config(json.dumps(content))), "--fix", str(tmp_path / "fixed")]) == 0
+    found = [(image["file_name"], image.get("group")) for image in corrected(tmp_path / "fixed")["images"]]
+    assert found == [
+        ("images/train/1_a.png", "images/train/../cam"),
+        ("images/train/2_b.png", "images/train/cam"),
+        ("images/train/cam/c.png", None),
+        ("images/train/4_0004.png", str(folder)),
+        ("images/train/5_e.png", "mine"),
+    ]
+
+
+@pytest.mark.parametrize("fault", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+@pytest.mark.parametrize("empty", [True, False], ids=["empty", "missing"])
+def test_nothing_is_left_of_an_unfinished_copy(
+    fault: BaseException, empty: bool, config: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "new" / "fixed"
+    if empty:
+        out.mkdir(parents=True)
+    command = ["check", str(config(json.dumps(fixtures.coco()))), "--fix", str(out)]
+
+    def failing(*_: object) -> str:
+        assert {each.name for each in out.iterdir()} == {"images", "annotations", "changes.csv"}
+        raise fault
+
+    with monkeypatch.context() as patch:
+        patch.setattr("detr_bf.tasks.corrected._settings", failing)
+        assert main(command) == (2 if isinstance(fault, OSError) else 130)
+    assert list(out.iterdir()) == [] if empty else not out.parent.exists()
+    assert main(command) == 0
 
 
 def test_a_file_system_without_links_gets_copies(

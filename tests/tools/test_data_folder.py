@@ -192,8 +192,12 @@ def test_broken_photographs_are_left_out_of_fine_tuning(
     root = tmp_path / "cells"
     (root / "03.JPG").write_bytes((root / "03.JPG").read_bytes()[:500])
     small = ["--model", str(config), "train.epochs=1", "train.max_steps=1", "data.workers=0", "eval.pictures=0"]
-    assert main(["finetune", str(root), "--output", str(tmp_path / "tuned"), *small]) == 0
-    said = capsys.readouterr().err
+    assert main(["finetune", str(root), "--output", str(tmp_path / "tuned"), *small, "report=true"]) == 0
+    printed = capsys.readouterr()
+    assert "  without 1 image that cannot be decoded  report " in printed.out
+    assert json.loads((tmp_path / "tuned" / "evaluation.json").read_text())["num_skipped"] == 1
+    assert "Left out of the data: 1 image that cannot be decoded." in (tmp_path / "tuned" / "report.html").read_text()
+    said = printed.err
     assert f"{root}: 1 of 12 images cannot be decoded and are left out: 03.JPG: it cannot be decoded" in said
     assert "file-skipped" in said
     saved = saved_config(tmp_path / "tuned" / "config.yaml")
@@ -202,6 +206,11 @@ def test_broken_photographs_are_left_out_of_fine_tuning(
     assert "03.JPG" not in seen
     assert main(["evaluate", str(tmp_path / "tuned"), str(root), f"output_dir={tmp_path / 'all'}"]) == 0
     assert {entry["image_id"] for entry in results(tmp_path / "all")} == set(range(1, 13)) - {4}
+    assert "  without 1 image that cannot be decoded  " in capsys.readouterr().out
+    assert json.loads((tmp_path / "all" / "evaluation.json").read_text())["num_skipped"] == 1
+    strict = ["data.skip_unreadable=0", f"output_dir={tmp_path / 'strict'}"]
+    assert main(["evaluate", str(tmp_path / "tuned"), str(root), *strict]) == 2
+    assert "03.JPG" in capsys.readouterr().err
     assert main(["check", str(root)]) == 0
     assert "file-skipped" in capsys.readouterr().out
     assert main(["check", str(root), "data.skip_unreadable=0.05"]) == 2

@@ -49,13 +49,15 @@ def divided(
 def readable(source: Source, most: float, workers: int, max_pixels: int) -> Source:
     """Return the source without the images that cannot be decoded, with a warning that names them.
 
-    If they are more than the share ``most``, all images stay, for the data checks to report.
+    If they are more than the share ``most``, all images stay, for the data checks to report. Images that are too large,
+    or cannot be read at all, always stay.
     """
     content = read_annotations(source.annotations)
     check_folder(source.images)
     names = {image["file_name"] for image in content.images}
     records = check_files(ImageRecord, source.images, names, cache_folder("doctor"), workers, max_pixels)
-    skipped = {name: record.problem for name, record in records.items() if record.problem}
+    # without a hash the content was not read: a fault of the disk, which may pass, or an image above the limit
+    skipped = {name: record.problem for name, record in records.items() if record.problem and record.sha256}
     if not skipped or len(skipped) > most * len(names):
         return source
     kept = images_of(content, names - skipped.keys(), content.path)

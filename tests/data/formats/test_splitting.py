@@ -11,8 +11,9 @@ import pytest
 from detr_bf.assembly import build_train_data, build_val_data, data_source
 from detr_bf.common.errors import InputError
 from detr_bf.config import load_config
-from detr_bf.data.coco import CocoAnnotations, read_annotations
-from detr_bf.data.formats import split_images
+from detr_bf.data.checks import files
+from detr_bf.data.coco import CocoAnnotations, Source, read_annotations
+from detr_bf.data.formats import readable, split_images
 
 
 def images_with(labels: dict[str, set[int]]) -> CocoAnnotations:
@@ -107,3 +108,28 @@ def test_folds_of_a_coco_file(coco_folder: Any) -> None:
         annotations = read_annotations(data_source(config, "val").annotations)
         assert {a["image_id"] for a in annotations.annotations} == {*val.image_ids}
     assert seen == Counter(range(1, 11))
+
+
+@pytest.mark.parametrize("fault", ["disk", "limit", "content"])
+def test_only_images_whose_content_cannot_be_decoded_are_left_out(
+    fault: str, coco_folder: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A fault of the disk may pass, and each rank would choose other images."""
+    monkeypatch.setenv("DETR_BF_HOME", str(tmp_path / "cache"))
+    data: SimpleNamespace = coco_folder(num_images=10)
+    broken, whole = data.images / "0003.png", files.image_bytes
+
+    def image_bytes(path: Path, max_pixels: int) -> bytes:
+        if path == broken and fault == "disk":
+            raise OSError(5, "Input/output error")
+        if path == broken and fault == "limit":
+            raise files.TooLargeError("too large")
+        return whole(path, max_pixels)
+
+    if fault == "content":
+        broken.write_bytes(broken.read_bytes()[:60])
+    monkeypatch.setattr(files, "image_bytes", image_bytes)
+    source = Source(data.images, data.annotations)
+    found = readable(source, 0.1, 1, 10**6)
+    assert [each.split(":")[0] for each in found.skipped] == (["0003.png"] if fault == "content" else [])
+    assert (found is source) == (fault != "content")
