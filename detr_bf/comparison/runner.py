@@ -6,7 +6,6 @@ import logging
 import math
 import os
 import shlex
-import shutil
 import statistics
 import subprocess
 import sys
@@ -305,7 +304,7 @@ class CellRunner:
             try:
                 done = self._finish_if_done(cell)
             except InputError as error:
-                self._fail(running, f"has no usable result ({error})")
+                self._fail(running, f"ended, but {error}")
                 return
             if not done:
                 self._fail(running, "ended without a result")
@@ -413,9 +412,13 @@ def _status(cell: ExperimentCell, records: Mapping[str, Mapping[str, Any]]) -> s
 
 
 def remove_weights(run: RunFolder) -> None:
-    """Remove the checkpoints of a run that this program has trained, or the folder of a command; other files stay."""
+    """Remove the checkpoints of a run that this program has trained, or the folder of a command; other files stay.
+
+    Raises:
+        InputError: the folder cannot be removed.
+    """
     if run.marker.exists():
         if run.command.exists():
-            shutil.rmtree(run.output, ignore_errors=True)
+            run.remove_output()
         for path in (run.last, run.previous, run.best):
             path.unlink(missing_ok=True)

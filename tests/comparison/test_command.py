@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 import signal
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from detr_bf.commands import command_main
+from detr_bf.common.files import write_json
 from detr_bf.comparison import command
+from detr_bf.engine import RunFolder, RunMarker
 from tests.comparison.conftest import TINY
 from tests.comparison.test_runner import state, when
 
@@ -161,9 +165,35 @@ def test_files_of_the_user_are_left_alone(folder: Path, capfd: pytest.CaptureFix
     assert cell("all") == 2
     assert "holds output, which a run would overwrite" in capfd.readouterr().err
     assert [path.name for path in (folder / "out").rglob("*")] == ["output", "mine.txt"]
+    write_json(RunFolder(folder / "run").marker, asdict(RunMarker.of_this_process("training")))
+    (folder / "run/output").mkdir()
+    (folder / "run/output/results.json").write_text("mine")
+    (folder / "run/evaluation.json").write_text("{}")
+    before = state(folder / "run")
+    assert cell("all", output="run") == 2
+    assert "holds another training" in capfd.readouterr().err
+    assert {path: content for path, content in state(folder / "run").items() if ".lock" not in path} == before
     assert cell("all", line="nowhere {output}", output="other") == 2
     assert "command: there is no program nowhere" in capfd.readouterr().err
     assert not (folder / "other").exists()
+
+
+def test_an_output_that_is_no_folder_is_no_result(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A link is replaced by a folder, and nothing is removed through it; what cannot be removed is refused."""
+    assert cell("fail") == 1
+    output, elsewhere = folder / "out/output", folder / "elsewhere"
+    output.rename(elsewhere)
+    (elsewhere / "results.json").write_text("[]")
+    output.symlink_to(elsewhere)
+    assert cell("nothing") == 2
+    assert "ended without writing" in capfd.readouterr().err
+    assert not output.is_symlink()
+    assert (elsewhere / "results.json").read_text() == "[]"
+    shutil.rmtree(output)
+    output.write_text("a file")
+    assert cell("all") == 2
+    assert "the folder of a command, cannot be removed (Not a directory)" in capfd.readouterr().err
+    assert not (folder / "out/evaluation.json").exists()
 
 
 def test_a_signal_ends_the_command(folder: Path) -> None:
