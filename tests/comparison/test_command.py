@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shlex
 import shutil
 import signal
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,18 +28,24 @@ main = command_main("compare")
 
 # Arguments: folder, seed, annotations and what to do. It finds all objects but those of one image.
 SCRIPT = """
-import json, sys, time
+import fcntl, json, signal, subprocess, sys, time
 output, seed, annotations, task = sys.argv[1:5]
 truth = json.load(open(annotations))
 found = [{key: each[key] for key in ("image_id", "category_id", "bbox")} | {"score": 0.5}
          for each in truth["annotations"] if each["image_id"] != truth["images"][int(seed) % 4 - 2]["id"]]
+if task == "ignore":
+    signal.signal(signal.SIGTERM, lambda *signal: open(output + "/received", "w").close())
 open(output + "/arguments.json", "w").write(json.dumps(sys.argv))
 if task == "nothing":
     sys.exit()
 if task == "fail":
     print("no memory")
     sys.exit(3)
-if task == "sleep":
+if task == "child":
+    lock = open(output + "/lock", "w")
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], pass_fds=[lock.fileno()])
+if task in ("sleep", "ignore"):
     time.sleep(600)
 if task == "work":
     while True: pass
@@ -140,14 +149,16 @@ def test_data_that_are_no_coco_files_are_written_as_such(folder: Path) -> None:
         ("category", 2, "detections for the category ids 7777, which the validation annotations do not list"),
         ("fail", 1, "the command ended with exit code 3"),
         ("work", 1, "took 1 s of processor time, more than"),
+        ("sleep", 1, "ran for more than 3 s, 3 times its limit of processor time"),
     ],
 )
 def test_a_command_without_usable_results_is_refused_and_starts_over(
     folder: Path, task: str, code: int, message: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patched:
-        if task == "work":
+        if task in ("work", "sleep"):
             patched.setattr(command, "_limit", lambda *arguments: 1)
+            patched.setattr(command, "_WALL_FACTOR", 3 if task == "sleep" else 60)
         assert cell(task) == code
     assert message in capfd.readouterr().err
     assert not (folder / "out/evaluation.json").exists()
@@ -201,3 +212,33 @@ def test_a_signal_ends_the_command(folder: Path) -> None:
     with when(started.exists, lambda: os.kill(os.getpid(), signal.SIGTERM)):
         assert cell("sleep") == 128 + signal.SIGTERM
     assert not (folder / "out/evaluation.json").exists()
+
+
+def test_a_second_signal_does_not_leave_the_command_running(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Send it to this process when the command has received the first one, and goes on."""
+    monkeypatch.setattr("detr_bf.engine.step.SAME_SIGNAL_SECONDS", 0.0)
+    monkeypatch.setattr(command, "_GRACE_SECONDS", 2)
+    second: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: second.append(number))
+    try:
+        started, received = folder / "out/output/arguments.json", folder / "out/output/received"
+        with (
+            when(started.exists, lambda: os.kill(os.getpid(), signal.SIGTERM)),
+            when(received.exists, lambda: os.kill(os.getpid(), signal.SIGTERM)),
+        ):
+            assert cell("ignore") == 128 + signal.SIGTERM
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert received.exists()
+    assert not second
+
+
+def test_processes_of_a_command_end_with_it(folder: Path) -> None:
+    assert cell("child") == 0
+    with (folder / "out/output/lock").open() as lock:  # held until they have ended
+        for _ in range(500):
+            with suppress(BlockingIOError):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            time.sleep(0.02)
+    pytest.fail("a process of the command still runs")
