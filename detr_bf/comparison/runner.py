@@ -33,6 +33,7 @@ SCRIPT_MARK = "# Job array written by detr-bf compare"
 POLL_SECONDS = 0.2
 _LAYOUT = "{desc}: {n_fmt} of {total_fmt} cells{postfix}"
 LINES_OF_A_FAILURE = 15
+LOG_BYTES_OF_A_FAILURE = 2**16  # read for these lines: a command may print much
 
 
 def unfinished_cells(
@@ -320,7 +321,7 @@ class CellRunner:
         cell = running.cell
         self.failures[cell] = reason
         with self.folder.log(cell).open("rb") as log:
-            log.seek(running.log_start)
+            log.seek(max(running.log_start, log.seek(0, os.SEEK_END) - LOG_BYTES_OF_A_FAILURE))
             lines = log.read().decode("utf-8", errors="replace").replace("\r", "\n").splitlines()
         shown = "\n".join(f"    {line}" for line in lines[-LINES_OF_A_FAILURE:])
         command = shell_line(command_of(self.experiment, self.folder, cell), self.threads)
