@@ -75,7 +75,11 @@ def _filled(own: Mapping[str, Any], config: DetectionConfig, folder: RunFolder) 
         annotations = source.annotations
         if not isinstance(annotations, Path):
             path = folder.output / f"{split}.json"
-            write_json(path, annotations.to_coco())
+            try:
+                write_json(path, annotations.to_coco())
+            except ValueError as error:  # NaN in a COCO file
+                where = printable(annotations.path)
+                raise InputError(f"{where} has values that JSON cannot hold: {error}") from error
             annotations = path
         values |= {f"{split}_images": source.images.absolute(), f"{split}_annotations": annotations.absolute()}
     seconds = own.get("seconds", 0)  # without them the command does not use the variables
@@ -163,6 +167,12 @@ def _detections(path: Path, evaluator: CocoEvaluator) -> list[Detections]:
     except ValueError as error:
         raise InputError(f"the command wrote a file that cannot be read: {printable(path)} ({error})") from error
     check_results(results, evaluator.ground_truth, printable(path))
+    for number, result in enumerate(results):
+        if min(result["bbox"][2:]) < 0:  # not refused above: detectors of ours may predict such boxes
+            raise InputError(
+                f"{printable(path)}: entry {number} has a box of negative width or height: expected "
+                '"bbox": [x, y, width, height]'
+            )
     found: dict[int, list[Mapping[str, Any]]] = {image["id"]: [] for image in evaluator.ground_truth["images"]}
     for result in results:
         found[result["image_id"]].append(result)

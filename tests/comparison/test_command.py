@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import os
 import shlex
 import shutil
@@ -57,6 +58,8 @@ if task == "category":
     found[0]["category_id"] = 7777
 if task == "box":
     found[0]["bbox"] = [0, 0, 1]
+if task == "corners":
+    found[-1]["bbox"] = [10, 10, 5, -5]
 if task == "score":
     found[0]["score"] = "high"
 open(output + "/results.json", "w").write("[" if task == "damaged" else json.dumps(found))
@@ -128,13 +131,18 @@ def test_variables_are_arguments_and_no_shell_reads_them(folder: Path) -> None:
     ]
 
 
-def test_data_that_are_no_coco_files_are_written_as_such(folder: Path) -> None:
+def test_data_that_are_no_coco_files_are_written_as_such(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     no_val = ('data.val.images=""', 'data.val.annotations=""')
     assert cell("all", "data.folds=2", "data.fold=1", *no_val) == 0
     written = [json.loads((folder / f"out/output/{split}.json").read_text()) for split in ("train", "val")]
     assert [len(content["images"]) for content in written] == [3, 3]
     assert len(written[1]["annotations"]) == 6
     assert json.loads((folder / "out/evaluation.json").read_text())["num_images"] == 3
+    annotations = folder / "train/annotations.json"
+    content = json.loads(annotations.read_text())
+    annotations.write_text(json.dumps({**content, "images": [each | {"gps": math.nan} for each in content["images"]]}))
+    assert cell("all", "data.val_fraction=0.4", *no_val, output="other") == 2
+    assert f"{annotations} has values that JSON cannot hold" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -144,6 +152,7 @@ def test_data_that_are_no_coco_files_are_written_as_such(folder: Path) -> None:
         ("damaged", 2, "wrote a file that cannot be read"),
         ("text", 2, "entry 0 is not a detection in COCO's results format"),
         ("box", 2, "entry 0 is not a detection in COCO's results format"),
+        ("corners", 2, "entry 5 has a box of negative width or height"),
         ("score", 2, "entry 0 is not a detection in COCO's results format"),
         ("image", 2, "detections for the image ids 7777, which the validation annotations do not list"),
         ("category", 2, "detections for the category ids 7777, which the validation annotations do not list"),
