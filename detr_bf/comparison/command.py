@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import resource
 import shlex
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -34,6 +36,7 @@ logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.2
 _GRACE_SECONDS = 10  # between SIGTERM and SIGKILL
+_WALL_FACTOR = 10  # seconds of a clock for each second of the limit of processor time
 
 
 def train_by_command(config: DetectionConfig, own: Mapping[str, Any]) -> Outcome | None:
@@ -72,7 +75,11 @@ def _filled(own: Mapping[str, Any], config: DetectionConfig, folder: RunFolder) 
         annotations = source.annotations
         if not isinstance(annotations, Path):
             path = folder.output / f"{split}.json"
-            write_json(path, annotations.to_coco())
+            try:
+                write_json(path, annotations.to_coco())
+            except ValueError as error:  # NaN in a COCO file
+                where = printable(annotations.path)
+                raise InputError(f"{where} has values that JSON cannot hold: {error}") from error
             annotations = path
         values |= {f"{split}_images": source.images.absolute(), f"{split}_annotations": annotations.absolute()}
     seconds = own.get("seconds", 0)  # without them the command does not use the variables
@@ -93,6 +100,7 @@ def _run(words: list[str], folder: RunFolder, limit: int | None) -> None:
     """
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     logger.info("running %s", printable(shlex.join(words), limit=2000))
+    deadline = math.inf if limit is None else time.monotonic() + _WALL_FACTOR * limit
     with DeferredSignals() as signals:
         try:
             process = subprocess.Popen(words, stdin=subprocess.DEVNULL, start_new_session=True)
@@ -106,6 +114,12 @@ def _run(words: list[str], folder: RunFolder, limit: int | None) -> None:
             while process.poll() is None:
                 if signals.received is not None:
                     raise Interrupted(signals.received, "stopped: this cell has to start over")
+                if limit is not None and time.monotonic() > deadline:
+                    raise TrainingError(
+                        f"the command ran for more than {_WALL_FACTOR * limit} s, {_WALL_FACTOR} times its limit of "
+                        "processor time, and was stopped: it waits for something that does not come, or needs more "
+                        "seconds"
+                    )
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(_POLL_SECONDS)
         finally:
@@ -125,12 +139,19 @@ def _run(words: list[str], folder: RunFolder, limit: int | None) -> None:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Stop a process, and those that it has started, unless it has ended."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        if process.poll() is None:
-            with suppress(subprocess.TimeoutExpired):
-                os.killpg(process.pid, number)
-                process.wait(_GRACE_SECONDS)
+    """Stop a process unless it has ended, and those that it has started in any case.
+
+    Until it has ended, signals to this process have no effect, so that they cannot leave it running.
+    """
+    if process.poll() is None:
+        for number in DeferredSignals.SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+        with suppress(subprocess.TimeoutExpired):
+            os.killpg(process.pid, signal.SIGTERM)
+            process.wait(_GRACE_SECONDS)
+    with suppress(ProcessLookupError, PermissionError, subprocess.TimeoutExpired):  # none is left
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait(_GRACE_SECONDS)
 
 
 def _detections(path: Path, evaluator: CocoEvaluator) -> list[Detections]:
@@ -146,6 +167,12 @@ def _detections(path: Path, evaluator: CocoEvaluator) -> list[Detections]:
     except ValueError as error:
         raise InputError(f"the command wrote a file that cannot be read: {printable(path)} ({error})") from error
     check_results(results, evaluator.ground_truth, printable(path))
+    for number, result in enumerate(results):
+        if min(result["bbox"][2:]) < 0:  # not refused above: detectors of ours may predict such boxes
+            raise InputError(
+                f"{printable(path)}: entry {number} has a box of negative width or height: expected "
+                '"bbox": [x, y, width, height]'
+            )
     found: dict[int, list[Mapping[str, Any]]] = {image["id"]: [] for image in evaluator.ground_truth["images"]}
     for result in results:
         found[result["image_id"]].append(result)

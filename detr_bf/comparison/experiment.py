@@ -144,7 +144,8 @@ def read_experiment(path: Path, extra: Sequence[str] = (), *, quick: bool = Fals
                 configs[name] = load_config(base, _overrides(common, own, extra, folds, 0 if folds else None))
         _check_different(configs, commands)
         if quick:
-            commands = {name: {**own, "seconds": QUICK_SECONDS} for name, own in commands.items()}
+            quick_seconds = {"seconds": QUICK_SECONDS}
+            commands = {name: own | quick_seconds if "seconds" in own else own for name, own in commands.items()}
         resamples = _number(tree, "resamples", RESAMPLES) or RESAMPLES
         return Experiment(
             name=path.stem,

@@ -6,7 +6,6 @@ import logging
 import math
 import os
 import shlex
-import shutil
 import statistics
 import subprocess
 import sys
@@ -34,6 +33,7 @@ SCRIPT_MARK = "# Job array written by detr-bf compare"
 POLL_SECONDS = 0.2
 _LAYOUT = "{desc}: {n_fmt} of {total_fmt} cells{postfix}"
 LINES_OF_A_FAILURE = 15
+LOG_BYTES_OF_A_FAILURE = 2**16  # read for these lines: a command may print much
 
 
 def unfinished_cells(
@@ -305,7 +305,7 @@ class CellRunner:
             try:
                 done = self._finish_if_done(cell)
             except InputError as error:
-                self._fail(running, f"has no usable result ({error})")
+                self._fail(running, f"ended, but {error}")
                 return
             if not done:
                 self._fail(running, "ended without a result")
@@ -321,7 +321,7 @@ class CellRunner:
         cell = running.cell
         self.failures[cell] = reason
         with self.folder.log(cell).open("rb") as log:
-            log.seek(running.log_start)
+            log.seek(max(running.log_start, log.seek(0, os.SEEK_END) - LOG_BYTES_OF_A_FAILURE))
             lines = log.read().decode("utf-8", errors="replace").replace("\r", "\n").splitlines()
         shown = "\n".join(f"    {line}" for line in lines[-LINES_OF_A_FAILURE:])
         command = shell_line(command_of(self.experiment, self.folder, cell), self.threads)
@@ -413,9 +413,13 @@ def _status(cell: ExperimentCell, records: Mapping[str, Mapping[str, Any]]) -> s
 
 
 def remove_weights(run: RunFolder) -> None:
-    """Remove the checkpoints of a run that this program has trained, or the folder of a command; other files stay."""
+    """Remove the checkpoints of a run that this program has trained, or the folder of a command; other files stay.
+
+    Raises:
+        InputError: the folder cannot be removed.
+    """
     if run.marker.exists():
         if run.command.exists():
-            shutil.rmtree(run.output, ignore_errors=True)
+            run.remove_output()
         for path in (run.last, run.previous, run.best):
             path.unlink(missing_ok=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -278,6 +279,23 @@ class RunFolder:
         """Remove temporary files that killed processes have left; the lock must be held."""
         for folder in (self.path, self.pictures, self.panoptic, self.captures):
             remove_unfinished(folder)
+
+    def remove_output(self) -> None:
+        """Remove the folder of a command; of a symbolic link only the link.
+
+        Raises:
+            InputError: it cannot be removed.
+        """
+        try:
+            if self.output.is_symlink():
+                self.output.unlink()
+            elif self.output.exists():
+                shutil.rmtree(self.output)
+        except OSError as error:
+            raise InputError(
+                f"{self.output}, the folder of a command, cannot be removed ({error.strerror or error}): remove it "
+                "by hand"
+            ) from error
 
     def holds_a_run(self) -> bool:
         """Return True if there is a checkpoint to resume; a run killed while renaming leaves only ``previous``."""

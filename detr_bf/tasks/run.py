@@ -6,7 +6,6 @@ import hashlib
 import json
 import logging
 import re
-import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -236,16 +235,21 @@ def evaluate_command(
         find: runs the command in the folder, which is locked, and gives its detections to the evaluator.
 
     Raises:
-        InputError: the data have errors, or the folder holds files of the user.
+        InputError: the data have errors, or the folder holds another run, an evaluation, or files of the user.
     """
     config, folder = task.config, RunFolder(Path(task.config.output_dir))
     with _locked(folder) as created:
         setup_logging()
         folder.check_no_foreign_files()
-        _begin(folder, created, RunMarker.of_this_process("evaluation", "command"))
+        before, marker = folder.read_marker(), RunMarker.of_this_process("evaluation", "command")
+        if before is not None and (before.kind, before.evaluated) != (marker.kind, marker.evaluated):
+            raise InputError(
+                f"output_dir {folder.path} holds another {before.kind}: choose another folder with output_dir=DIR"
+            )
+        _begin(folder, created, marker)
         folder.remove_unfinished()
         if folder.command.exists():  # of an unfinished run
-            shutil.rmtree(folder.output, ignore_errors=True)
+            folder.remove_output()
         write_json(folder.command, command)
         created.add(folder.command)
         make_output_folder(folder.output, "output_dir")

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import math
 import os
 import shlex
+import shutil
 import signal
+import time
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from detr_bf.commands import command_main
+from detr_bf.common.files import write_json
 from detr_bf.comparison import command
+from detr_bf.engine import RunFolder, RunMarker
 from tests.comparison.conftest import TINY
 from tests.comparison.test_runner import state, when
 
@@ -21,18 +29,24 @@ main = command_main("compare")
 
 # Arguments: folder, seed, annotations and what to do. It finds all objects but those of one image.
 SCRIPT = """
-import json, sys, time
+import fcntl, json, signal, subprocess, sys, time
 output, seed, annotations, task = sys.argv[1:5]
 truth = json.load(open(annotations))
 found = [{key: each[key] for key in ("image_id", "category_id", "bbox")} | {"score": 0.5}
          for each in truth["annotations"] if each["image_id"] != truth["images"][int(seed) % 4 - 2]["id"]]
+if task == "ignore":
+    signal.signal(signal.SIGTERM, lambda *signal: open(output + "/received", "w").close())
 open(output + "/arguments.json", "w").write(json.dumps(sys.argv))
 if task == "nothing":
     sys.exit()
 if task == "fail":
     print("no memory")
     sys.exit(3)
-if task == "sleep":
+if task == "child":
+    lock = open(output + "/lock", "w")
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], pass_fds=[lock.fileno()])
+if task in ("sleep", "ignore"):
     time.sleep(600)
 if task == "work":
     while True: pass
@@ -44,6 +58,8 @@ if task == "category":
     found[0]["category_id"] = 7777
 if task == "box":
     found[0]["bbox"] = [0, 0, 1]
+if task == "corners":
+    found[-1]["bbox"] = [10, 10, 5, -5]
 if task == "score":
     found[0]["score"] = "high"
 open(output + "/results.json", "w").write("[" if task == "damaged" else json.dumps(found))
@@ -115,13 +131,18 @@ def test_variables_are_arguments_and_no_shell_reads_them(folder: Path) -> None:
     ]
 
 
-def test_data_that_are_no_coco_files_are_written_as_such(folder: Path) -> None:
+def test_data_that_are_no_coco_files_are_written_as_such(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     no_val = ('data.val.images=""', 'data.val.annotations=""')
     assert cell("all", "data.folds=2", "data.fold=1", *no_val) == 0
     written = [json.loads((folder / f"out/output/{split}.json").read_text()) for split in ("train", "val")]
     assert [len(content["images"]) for content in written] == [3, 3]
     assert len(written[1]["annotations"]) == 6
     assert json.loads((folder / "out/evaluation.json").read_text())["num_images"] == 3
+    annotations = folder / "train/annotations.json"
+    content = json.loads(annotations.read_text())
+    annotations.write_text(json.dumps({**content, "images": [each | {"gps": math.nan} for each in content["images"]]}))
+    assert cell("all", "data.val_fraction=0.4", *no_val, output="other") == 2
+    assert f"{annotations} has values that JSON cannot hold" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -131,19 +152,22 @@ def test_data_that_are_no_coco_files_are_written_as_such(folder: Path) -> None:
         ("damaged", 2, "wrote a file that cannot be read"),
         ("text", 2, "entry 0 is not a detection in COCO's results format"),
         ("box", 2, "entry 0 is not a detection in COCO's results format"),
+        ("corners", 2, "entry 5 has a box of negative width or height"),
         ("score", 2, "entry 0 is not a detection in COCO's results format"),
         ("image", 2, "detections for the image ids 7777, which the validation annotations do not list"),
         ("category", 2, "detections for the category ids 7777, which the validation annotations do not list"),
         ("fail", 1, "the command ended with exit code 3"),
         ("work", 1, "took 1 s of processor time, more than"),
+        ("sleep", 1, "ran for more than 3 s, 3 times its limit of processor time"),
     ],
 )
 def test_a_command_without_usable_results_is_refused_and_starts_over(
     folder: Path, task: str, code: int, message: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patched:
-        if task == "work":
+        if task in ("work", "sleep"):
             patched.setattr(command, "_limit", lambda *arguments: 1)
+            patched.setattr(command, "_WALL_FACTOR", 3 if task == "sleep" else 60)
         assert cell(task) == code
     assert message in capfd.readouterr().err
     assert not (folder / "out/evaluation.json").exists()
@@ -161,9 +185,35 @@ def test_files_of_the_user_are_left_alone(folder: Path, capfd: pytest.CaptureFix
     assert cell("all") == 2
     assert "holds output, which a run would overwrite" in capfd.readouterr().err
     assert [path.name for path in (folder / "out").rglob("*")] == ["output", "mine.txt"]
+    write_json(RunFolder(folder / "run").marker, asdict(RunMarker.of_this_process("training")))
+    (folder / "run/output").mkdir()
+    (folder / "run/output/results.json").write_text("mine")
+    (folder / "run/evaluation.json").write_text("{}")
+    before = state(folder / "run")
+    assert cell("all", output="run") == 2
+    assert "holds another training" in capfd.readouterr().err
+    assert {path: content for path, content in state(folder / "run").items() if ".lock" not in path} == before
     assert cell("all", line="nowhere {output}", output="other") == 2
     assert "command: there is no program nowhere" in capfd.readouterr().err
     assert not (folder / "other").exists()
+
+
+def test_an_output_that_is_no_folder_is_no_result(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A link is replaced by a folder, and nothing is removed through it; what cannot be removed is refused."""
+    assert cell("fail") == 1
+    output, elsewhere = folder / "out/output", folder / "elsewhere"
+    output.rename(elsewhere)
+    (elsewhere / "results.json").write_text("[]")
+    output.symlink_to(elsewhere)
+    assert cell("nothing") == 2
+    assert "ended without writing" in capfd.readouterr().err
+    assert not output.is_symlink()
+    assert (elsewhere / "results.json").read_text() == "[]"
+    shutil.rmtree(output)
+    output.write_text("a file")
+    assert cell("all") == 2
+    assert "the folder of a command, cannot be removed (Not a directory)" in capfd.readouterr().err
+    assert not (folder / "out/evaluation.json").exists()
 
 
 def test_a_signal_ends_the_command(folder: Path) -> None:
@@ -171,3 +221,33 @@ def test_a_signal_ends_the_command(folder: Path) -> None:
     with when(started.exists, lambda: os.kill(os.getpid(), signal.SIGTERM)):
         assert cell("sleep") == 128 + signal.SIGTERM
     assert not (folder / "out/evaluation.json").exists()
+
+
+def test_a_second_signal_does_not_leave_the_command_running(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Send it to this process when the command has received the first one, and goes on."""
+    monkeypatch.setattr("detr_bf.engine.step.SAME_SIGNAL_SECONDS", 0.0)
+    monkeypatch.setattr(command, "_GRACE_SECONDS", 2)
+    second: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: second.append(number))
+    try:
+        started, received = folder / "out/output/arguments.json", folder / "out/output/received"
+        with (
+            when(started.exists, lambda: os.kill(os.getpid(), signal.SIGTERM)),
+            when(received.exists, lambda: os.kill(os.getpid(), signal.SIGTERM)),
+        ):
+            assert cell("ignore") == 128 + signal.SIGTERM
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert received.exists()
+    assert not second
+
+
+def test_processes_of_a_command_end_with_it(folder: Path) -> None:
+    assert cell("child") == 0
+    with (folder / "out/output/lock").open() as lock:  # held until they have ended
+        for _ in range(500):
+            with suppress(BlockingIOError):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            time.sleep(0.02)
+    pytest.fail("a process of the command still runs")

@@ -221,6 +221,8 @@ def test_a_command_is_part_of_the_settings_of_its_arm(tmp_path: Path) -> None:
     assert found.settings(cell) == {**flat_settings(found.config(cell)), "command": "x {output}", "seconds": 60}
     assert found.config(cell).train.epochs == 2
     assert read_experiment(write(tmp_path, text), quick=True).commands["own"]["seconds"] == 10
+    text = text.replace("seconds: 60", "")
+    assert read_experiment(write(tmp_path, text), quick=True).commands == {"own": {"command": "x {output}"}}
 
 
 def test_folds_are_cells(tmp_path: Path) -> None:

@@ -221,10 +221,12 @@ def test_failures_are_named_even_if_nothing_is_left_to_compare(
         raise InputError("there is nothing to compare")
 
     monkeypatch.setattr("detr_bf.commands.compare.collect", nothing)
+    monkeypatch.setattr(runner, "LOG_BYTES_OF_A_FAILURE", len("1 passive\n"))
     assert run(file) == 1
     said = capfd.readouterr().err
     assert "no report: there is nothing to compare" in said
     assert "1 of 4 cells failed" in said
+    assert "    1 passive\n" in said, "the end of a log of any length"
 
 
 def test_scores_of_raw_and_averaged_weights_are_no_metrics() -> None:
