@@ -14,6 +14,7 @@ from detr_bf.assembly.data import data_source
 from detr_bf.assembly.training import RUN_STEPS
 from detr_bf.common.errors import InputError
 from detr_bf.common.files import check_output_file, is_folder, write_text
+from detr_bf.common.progress import setup_logging
 from detr_bf.common.text import listed, printable, safe_message
 from detr_bf.config import DetectionConfig, config_to_dict, flatten_settings, load_config, packaged_configs
 from detr_bf.data.checks.annotations import Report
@@ -69,6 +70,7 @@ def main(options: argparse.Namespace) -> int:
         raise InputError(f"--output {printable(path)} exists: name another file; nothing is replaced")
     files, own = fine_tuning_files(model)
     given = [f"data.root={yaml_text(str(folder.resolve()))}", f"output_dir={yaml_text(f'runs/{path.stem}')}", *own]
+    setup_logging()  # tells of a wait for another download
     start, said = published_start(model, files, given)
     given += start
     augment, chosen = chosen_settings(files, given)
