@@ -93,7 +93,7 @@ model = FasterRCNN(
     rpn_post_nms_top_n_train=500,
     rpn_post_nms_top_n_test=300,
     box_batch_size_per_image=128,
-    box_score_thresh=0.01,
+    box_score_thresh=0.001,
 )
 trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
 optimizer = torch.optim.AdamW(trained, lr=5e-4, weight_decay=1e-4)

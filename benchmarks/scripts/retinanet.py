@@ -93,7 +93,7 @@ model = RetinaNet(
         tuple((side, int(side * 2 ** (1 / 3)), int(side * 2 ** (2 / 3))) for side in (16, 32, 64, 128, 256)),
         ((0.5, 1.0, 2.0),) * 5,
     ),
-    score_thresh=0.01,
+    score_thresh=0.001,
     detections_per_img=100,
 )
 trained = [parameter for parameter in model.parameters() if parameter.requires_grad]

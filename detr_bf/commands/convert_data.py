@@ -20,6 +20,7 @@ from detr_bf.config.detection import DetectionConfig
 from detr_bf.data.checks.annotations import examine
 from detr_bf.data.coco import CocoAnnotations, Source, read_annotations
 from detr_bf.data.formats import read_folder, read_split
+from detr_bf.data.formats.folder import coco_document
 
 
 def main(options: argparse.Namespace) -> int:
@@ -50,7 +51,7 @@ def main(options: argparse.Namespace) -> int:
     for path, content in files.items():
         info = {"description": f"written by detr-bf convert-data from {options.root}"}
         try:
-            write_json(path, {"info": info, **content.to_coco()})
+            write_json(path, {"info": info, **coco_document(content)})
         except ValueError as error:  # NaN in a COCO file of Roboflow
             raise InputError(f"{printable(content.path)} has values that JSON cannot hold: {error}") from error
         print(safe_message(_summary(path, content, read_folder(options.root, options.format).form)))

@@ -26,6 +26,7 @@ from detr_bf.common.text import listed, printable
 from detr_bf.comparison.experiment import COMMAND_VARIABLE, check_program, flat_settings
 from detr_bf.comparison.records import changed_settings, run_settings
 from detr_bf.config import DetectionConfig
+from detr_bf.data.formats.folder import coco_document
 from detr_bf.engine import RunFolder
 from detr_bf.engine.step import DeferredSignals
 from detr_bf.evaluation import CocoEvaluator, check_results
@@ -76,7 +77,7 @@ def _filled(own: Mapping[str, Any], config: DetectionConfig, folder: RunFolder) 
         if not isinstance(annotations, Path):
             path = folder.output / f"{split}.json"
             try:
-                write_json(path, annotations.to_coco())
+                write_json(path, coco_document(annotations))
             except ValueError as error:  # NaN in a COCO file
                 where = printable(annotations.path)
                 raise InputError(f"{where} has values that JSON cannot hold: {error}") from error

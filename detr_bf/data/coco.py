@@ -98,10 +98,6 @@ class CocoAnnotations:
         )
         return found if len(found) < len(self.categories) else ()
 
-    def to_coco(self) -> dict[str, list[dict[str, Any]]]:
-        """Return the content of a COCO file."""
-        return {part: [dict(entry) for entry in getattr(self, part)] for part in _PARTS}
-
 
 class Source(NamedTuple):
     """Images and annotations of one split."""
@@ -432,8 +428,8 @@ def _check_form(file: Path, content: object) -> bool:
     where = f"{path} is not a COCO panoptic file" if panoptic else where
     for part, required in (_REQUIRED_PANOPTIC if panoptic else REQUIRED_KEYS).items():
         for number, entry in enumerate(content[part]):
-            fix = "" if panoptic or part == "categories" else _FIX
-            check_entry(f"{where}: {part}[{number}]", entry, required, fix)
+            advice = "" if panoptic or part == "categories" else _FIX
+            check_entry(f"{where}: {part}[{number}]", entry, required, advice)
     if not content["images"]:
         raise InputError(f"{path} lists no images")
     category_ids = [category["id"] for category in content["categories"]]

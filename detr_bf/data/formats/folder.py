@@ -139,6 +139,11 @@ def coco_content(root: Path, images: Iterable[AnnotatedImage], names: Iterable[s
     return CocoAnnotations(root, entries, annotations, categories)
 
 
+def coco_document(content: CocoAnnotations) -> dict[str, list[dict[str, Any]]]:
+    """Return the content of a COCO file of boxes: the inverse of :func:`coco_content`, for a JSON file."""
+    return {part: [dict(entry) for entry in getattr(content, part)] for part in ("images", "annotations", "categories")}
+
+
 def canonical(name: str) -> str:
     """Return a path without the folders that tell images from labels.
 
