@@ -49,7 +49,7 @@ _IMPORTS = {
     "report transformer plugins engine interop assembly tasks",
     "inference": "common config batchformer losses data data/formats evaluation report detectors engine "
     "interop export assembly tasks classification",
-    "comparison": "common config evaluation report engine assembly tasks",
+    "comparison": "common config data/formats evaluation report engine assembly tasks",
     "analysis": "common config batchformer losses data evaluation report transformer plugins engine assembly "
     "tasks classification",
     "commands": "common acceleration config data data/samples data/checks data/formats evaluation report "

@@ -330,7 +330,7 @@ class CocoDetection(Dataset[LoadedSample]):
         """Return ``sha256`` of classes, objects, file names and file sizes, and the numbers ``images`` and ``objects``.
 
         It does not depend on the order of the images, nor on the folder that holds them. A ``quick`` one touches no
-        image file; it covers the masks of a detection file, and has ``files``, the hash of the file names.
+        image file; it covers masks, and has ``files``, the hash of the file names. ``references`` is another hash.
         """
         names = sorted(zip(self.file_names, range(len(self)), strict=True))
         digest = hashlib.sha256(json.dumps([self.class_map.category_ids, self.class_map.names]).encode())
@@ -342,9 +342,9 @@ class CocoDetection(Dataset[LoadedSample]):
             else:  # the hash in recorded cells of comparisons
                 entry = [name, file_size(self.folder / name), boxes.tolist(), labels.tolist()]
                 digest.update(json.dumps(entry).encode())
+        counts: dict[str, Any] = {"images": len(self), "objects": len(self._labels)}
         if self.references is not None:
-            digest.update(self.references.fingerprint(quick=quick))
-        counts = {"images": len(self), "objects": len(self._labels)}
+            counts["references"] = self.references.fingerprint(quick=quick).hex()
         if not quick:
             return {"sha256": digest.hexdigest(), **counts}
         if isinstance(self._masks, Segmentations):
