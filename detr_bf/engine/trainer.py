@@ -479,9 +479,8 @@ class Trainer:
     def _evaluate_model(self, model: nn.Module) -> EvaluationResult:
         self._evaluated = model
         distributed.broadcast_from_main(model.buffers())  # statistics of norms differ between ranks
-        stance = "default" if self.ema is None else "force_eager"  # the averaged copy is not compiled
-        try:
-            with torch.compiler.set_stance(stance):
+        try:  # the averaged copy is not compiled
+            with torch.compiler.set_stance("default" if self.ema is None else "force_eager"):
                 return self.evaluate(model, self._stopping)
         except EvaluationStopped:
             self._stop()
