@@ -21,13 +21,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
+import torch.nn.functional as F
 from torchvision.ops import box_convert, box_iou
 
 from command import write_record
 from detr_bf.common.progress import progress_bar
 from detr_bf.common.terminal import run_tool
 from detr_bf.data.formats import read_folder
+from detr_bf.data.images import read_image
 
 SAME_IMAGE, SAME_OBJECT = 0.999, 0.5  # least correlation, least IoU
 Labels = tuple[list[str], torch.Tensor]  # names of the classes, boxes (N, 4) x0, y0, x1, y1 in pixels
@@ -103,9 +104,10 @@ def thumbnails_of(root: Path, names: list[str]) -> tuple[list[tuple[int, int]], 
     """Return sizes, and grey thumbnails with mean 0 and length 1 (N, P)."""
     sizes, values = [], []
     for name in progress_bar(names, desc=str(root), unit="image"):
-        with Image.open(root / name) as image:
-            sizes.append(image.size)
-            values.append(np.asarray(image.convert("L").resize((32, 24), Image.Resampling.BOX), float).ravel())
+        image = read_image(root / name)
+        sizes.append((image.shape[2], image.shape[1]))
+        grey = image.float().mean(0, keepdim=True)[None]
+        values.append(F.interpolate(grey, (24, 32), mode="area").double().numpy().ravel())
     centred = np.stack(values) - np.mean(values, axis=1, keepdims=True)
     return sizes, centred / np.maximum(np.linalg.norm(centred, axis=1, keepdims=True), 1e-9)
 

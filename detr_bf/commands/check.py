@@ -110,5 +110,5 @@ def _fix(config: RunConfig, output: Path, given: Sequence[str], overrides: Seque
     paths = ("data.root", "data.format", "data.train.", "data.val", "data.fold", "data.split_seed")
     kept = [each for each in overrides if not each.strip().startswith(paths)]
     words = ["train", *given, str(output / SETTINGS_FILE)] if given else ["finetune", str(output)]
-    print(printable(f"next: {shlex.join(['detr-bf', *words, *kept])}"))
+    print(safe_message(f"next: {shlex.join(['detr-bf', *words, *kept])}"))
     return 0

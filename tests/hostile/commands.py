@@ -195,7 +195,7 @@ ARGUMENTS: dict[str, dict[str, tuple[tuple[str, ...], str]]] = {  # by tool: nam
             ("--config", "{G}/detector.yaml", "--fix", "made", "--show-augmented", "sheet.png"),
             "exclude",
         ),
-        "no data": ((), "data.train|images"),
+        "no data": ((), "give the folder of a data set, a config or a run"),
         "a config that is missing": (("--config", "nowhere.yaml"), "nowhere.yaml"),
         "a config that is an image": (("--config", "{I}"), "0101.png"),
         "a config with NUL": (("--config", "a\0b"), "\\x00"),

@@ -247,4 +247,4 @@ def test_the_last_line_names_the_last_and_the_best_epoch(
     tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert train_net(["--config", str(tiny), "train.epochs=2", "optimizer.lr=0", "optimizer.backbone_lr=0"]) == 0
-    assert last_line(capsys).endswith("last epoch 2 (last.pt), best epoch 1 (best.pt)")
+    assert last_line(capsys).endswith("last epoch 2 (last.pt), best epoch 1 (best.pt) with averaged weights")
