@@ -41,7 +41,7 @@ EXPERIMENT_FORMAT = "detr_bf experiment 1"
 NOT_COMPARED = (  # settings without influence on what a run learns and on its metrics
     *("data.check", "data.root", "data.workers", "eval.loss", "eval.picture_threshold", "eval.pictures"),
     *("report", "train.loggers"),
-    # places of the data, whose contents the fingerprints of the cells compare
+    # places of the data; reports compare the fingerprints of the validation data
     *(
         f"data.{part}.{kind}"
         for part in ("train", "val")
