@@ -25,7 +25,7 @@ def main(options: argparse.Namespace) -> int:
     images, num_classes = options.images, options.classes
     if config.data.root and None in (images, num_classes):
         config.data.skip_unreadable = 0.0  # no image is read
-        with prefix_errors("--images N --classes N plan without the data, which are counted otherwise"):
+        with prefix_errors("without --images N and --classes N the data are counted"):
             content = read_annotations(data_source(config, "train").annotations)
         images = len(content.images) if images is None else images
         num_classes = content.class_map.num_classes if num_classes is None else num_classes

@@ -117,9 +117,7 @@ class DataConfig(LoadingConfig):
     format: str = choice("auto", "coco", "csv", "voc", "yolo")  # of root; coco: COCO JSON files, Roboflow's too
     train: SplitConfig = field(default_factory=SplitConfig)
     val: SplitConfig = field(default_factory=SplitConfig)
-    skip_unreadable: float = fraction(
-        0.0
-    )  # share of the images of a detection file or folder that are left out, with a warning, if they are unreadable
+    skip_unreadable: float = fraction(0.0)  # most images that are left out as unreadable, with a warning: share of all
     val_fraction: float = below_one(0.0)  # share of the training images used for validation instead; 0: see data.val
     folds: int = not_negative(0, 1000)  # parts of the training images for cross-validation; 0: see data.val
     fold: int = not_negative(0, 1000)  # part used for validation, from 0 to data.folds - 1

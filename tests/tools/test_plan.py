@@ -119,7 +119,7 @@ def test_the_images_of_a_folder_are_counted(
     assert "with 3 classes (--classes)" in printed
     absent = ["--config", str(tiny), "--gpus", "1", "data.root=absent"]
     assert plan(absent) == 2
-    error = "error: --images N --classes N plan without the data, which are counted otherwise: folder absent does not"
+    error = "error: without --images N and --classes N the data are counted: folder absent does not"
     assert capsys.readouterr().err.startswith(error)
     assert plan([*absent, "--images", "9", "--classes", "3"]) == 0
 

@@ -88,9 +88,9 @@ def learning_findings(learned: Learned, val: Split | None, training: Training) -
     """Yield a warning for each number that is small, with what to change."""
     steps, per_epoch = _steps(learned.images, training)
     least = LEAST_STEPS_FINE_TUNING if training.fine_tuned else LEAST_STEPS
-    if (
-        training.minutes is None and steps == training.epochs * per_epoch < least
-    ):  # a trial run is ended by train.max_steps on purpose
+    # a trial run is ended by train.max_steps on purpose
+    whole = training.minutes is None and steps == training.epochs * per_epoch
+    if whole and steps < least:
         drops = " (and optimizer.drop_epochs with it)" if training.drops else ""
         start = "" if training.fine_tuned else ", or start from a trained detector with init_from=FILE"
         yield _warning(
@@ -101,9 +101,9 @@ def learning_findings(learned: Learned, val: Split | None, training: Training) -
             f"{counted(steps, 'step')}: set train.epochs={math.ceil(least / per_epoch)}{drops}, or a smaller "
             f"train.batch_size{start}",
         )
-    judged = training.decay is not None and training.minutes is None and steps == training.epochs * per_epoch
-    if judged and (text := slow_average(training.decay or 0, training.average_warmup, steps)):
-        yield _warning("train", "ema-too-slow", *text)
+    decay, warmup = training.decay, training.average_warmup
+    if whole and decay is not None and (slow := slow_average(decay, warmup, steps)):
+        yield _warning("train", "ema-too-slow", *slow)
     if learned.images < LEAST_TRAIN_IMAGES and not training.fine_tuned:
         yield _warning(
             "train",
