@@ -38,6 +38,19 @@ def detections(found: dict, softmax: bool, limit: int) -> tuple[np.ndarray, np.n
     return scores[query, label], label, boxes[query]
 
 
+def without_duplicates(scores: np.ndarray, labels: np.ndarray, boxes: np.ndarray, most: float) -> list[int]:
+    """Return the detections, best first, whose IoU with each better one of their class is at most ``most``."""
+    kept: list[int] = []
+    areas = (boxes[:, 2:] - boxes[:, :2]).prod(1)
+    for index in np.argsort(-scores, kind="stable").tolist():
+        better = [other for other in kept if labels[other] == labels[index]]
+        sides = np.minimum(boxes[better, 2:], boxes[index, 2:]) - np.maximum(boxes[better, :2], boxes[index, :2])
+        shared = sides.clip(min=0).prod(1)
+        if (shared <= most * (areas[better] + areas[index] - shared)).all():
+            kept.append(index)
+    return kept
+
+
 model, photo, output, *reference = sys.argv[1:]
 session = ort.InferenceSession(model, providers=["CPUExecutionProvider"])
 with_reference = "references" in [each.name for each in session.get_inputs()]
@@ -57,6 +70,9 @@ for name, picture in zip(("images", "references"), (image, *others), strict=Fals
 values = session.run(None, {each.name: feeds[each.name] for each in session.get_inputs()})
 found, draw = dict(zip((each.name for each in session.get_outputs()), values, strict=True)), ImageDraw.Draw(image)
 scores, labels, boxes = detections(found, meta["scores"] == "softmax", meta["max_detections"])
+if meta["nms"] is not None:
+    kept = without_duplicates(scores, labels, boxes, meta["nms"])
+    scores, labels, boxes = scores[kept], labels[kept], boxes[kept]
 for score, label, box in zip(scores, labels, boxes * [*image.size, *image.size], strict=True):
     if score >= meta["threshold"]:
         print(f"{meta['classes'][label]} {score:.3f} {' '.join(f'{value:.1f}' for value in box)}")

@@ -246,7 +246,8 @@ def build_detector_criterion(config: DetectionConfig, detector: nn.Module) -> Cr
 
 def build_postprocess(config: DetectionConfig) -> Postprocess:
     """Build the conversion of outputs to detections."""
-    return Postprocess(build_classification(config), config.eval.max_detections, config.eval.mask_threshold)
+    settings = config.eval
+    return Postprocess(build_classification(config), settings.max_detections, settings.mask_threshold, settings.nms)
 
 
 def build_panoptic_postprocess(config: DetectionConfig, class_map: ClassMap) -> PanopticPostprocess:

@@ -339,6 +339,7 @@ class EvalConfig:
     batch_size: int = positive(2)  # images per batch of one process
     engine: str = choice("auto", "pycocotools", "hotcoco")  # library that computes AP; auto: hotcoco if installed
     max_detections: int = positive(100, 100_000)  # detections per image
+    nms: float | None = fraction(None)  # largest IoU of two detections of a class; null: DETR's, no suppression
     mask_threshold: float = fraction(0.5)  # minimum probability of a pixel of a mask
     loss: bool = True  # also the training loss of the validation images, without groups and noised objects
     panoptic: PanopticConfig = field(default_factory=PanopticConfig)

@@ -57,6 +57,7 @@ def add_detr_bf_config(cfg: CfgNode) -> None:
         node[section] = _node(getattr(defaults, ours))
     node.PANOPTIC = CfgNode({"ENABLED": False, **_node(defaults.eval.panoptic)})
     node.MASK_THRESHOLD = defaults.eval.mask_threshold
+    node.NMS = defaults.eval.nms
     node.RECOMPUTE_ENCODER = defaults.train.recompute_encoder
     cfg.MODEL.DETR_BF = node
     cfg.SOLVER.OPTIMIZER = "ADAMW"
@@ -82,6 +83,7 @@ def core_config(cfg: CfgNode) -> DetectionConfig:
     evaluation = {
         "panoptic": panoptic,
         "mask_threshold": tree.pop("mask_threshold"),
+        "nms": tree.pop("nms"),
         "max_detections": cfg.TEST.DETECTIONS_PER_IMAGE,
     }
     train = {"recompute_encoder": tree.pop("recompute_encoder")}

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from pycocotools import mask as coco_mask
 from torch import Tensor
-from torchvision.ops import box_convert
+from torchvision.ops import batched_nms, box_convert
 
 from detr_bf.common.structures import Detections, Outputs, PanopticMap, Segment, Target
 from detr_bf.losses.classification import Classification
@@ -26,12 +26,14 @@ class Postprocess:
 
     With a softmax every query gives its best class (Carion et al. 2020); with sigmoid scores the best pairs of query
     and class are taken (Zhu et al. 2021, arXiv 2010.04159). At most ``max_detections`` per image, best first. A pixel
-    belongs to a mask if its probability exceeds ``mask_threshold``.
+    belongs to a mask if its probability exceeds ``mask_threshold``. With ``nms``, detections whose IoU with a better one
+    of the same class is above it are then left out (non-maximum suppression).
     """
 
     classification: Classification
     max_detections: int = 100
     mask_threshold: float = 0.5
+    nms: float | None = None
 
     @torch.no_grad()
     def __call__(self, outputs: Outputs, targets: Sequence[Target]) -> list[Detections]:
@@ -61,7 +63,11 @@ class Postprocess:
         masks: tuple[dict[str, Any], ...] | None,
         target: Target,
     ) -> Detections:
-        """Return detections of an image with boxes (N, 4) x0, y0, x1, y1 in fractions of it."""
+        """Return detections of an image with boxes (N, 4) x0, y0, x1, y1 in fractions of it, without duplicates."""
+        if self.nms is not None:
+            kept = batched_nms(boxes, scores, labels, self.nms)
+            boxes, scores, labels = boxes[kept], scores[kept], labels[kept]
+            masks = None if masks is None else tuple(masks[i] for i in kept.tolist())
         height, width = target.original_size
         scale = boxes.new_tensor([width, height, width, height])
         return Detections(target.image_id, (boxes * scale).cpu(), scores.cpu(), labels.cpu(), masks)
