@@ -132,6 +132,7 @@ _FINETUNE = """Train a detector on a folder of labelled images, with settings th
 
 detr-bf finetune photos/                                     # the run is written to runs/photos
 detr-bf finetune photos/ --output runs/mine --model dino_r50_4scale train.epochs=12
+detr-bf finetune photos/ --model small train.minutes=15      # a small detector, without a GPU
 detr-bf finetune photos/ --init-from detr_r50 --model detr_r50
 
 FOLDER is read as data.root is (docs/data.md); photographs that cannot be decoded are left out. Training starts from the
