@@ -23,6 +23,7 @@ from detr_bf.transformer import (
     QueryAttention,
     TokenAttention,
 )
+from detr_bf.transformer.attention import MultiHeadAttention
 from detr_bf.transformer.blocks import MLP
 from detr_bf.transformer.position import LearnedPosition, SinePosition
 
@@ -88,6 +89,29 @@ def encoder(options: Options, layers: Sequence[nn.Module], position_scale: nn.Mo
         activation_checkpointing=options.activation_checkpointing,
         position_scale=position_scale,
     )
+
+
+def encoder_with_default_weights(options: Options) -> Encoder:
+    """Build DETR's encoder with torch's initialisation, which the authors of RT-DETR and D-FINE kept."""
+    layers = []
+    for _ in range(options.encoder_layers):
+        attention = TokenAttention(options.hidden_dim, heads=options.heads, dropout=options.dropout)
+        layers.append(encoder_layer(options, attention))
+        default_attention(attention.attention)
+        default_linear(layers[-1].feed_forward.expand, layers[-1].feed_forward.contract)
+    return encoder(options, layers)
+
+
+def default_attention(attention: MultiHeadAttention) -> None:
+    """Initialise the output projection as torch's multi-head attention does."""
+    default_linear(attention.out)
+    nn.init.zeros_(attention.out.bias)
+
+
+def default_linear(*layers: nn.Linear) -> None:
+    """Initialise linear layers as torch does."""
+    for layer in layers:
+        layer.reset_parameters()
 
 
 def projection(in_channels: int, options: Options, *, norm: bool, kernel: int = 1, stride: int = 1) -> nn.Module:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -20,17 +21,18 @@ from detr_bf.detectors.deformable_detr import DeformableMemoryAttention
 from detr_bf.detectors.denoising import EMPTY, ContrastiveDenoising, DenoisingSlots
 from detr_bf.detectors.detector import Detector, Options
 from detr_bf.detectors.dino import DENOISING, ContrastiveQueries
-from detr_bf.detectors.hybrid_encoder import CrossScaleFusion, HybridEncoder, NormedConvolution
+from detr_bf.detectors.hybrid_encoder import CrossScaleFusion, FusionBlock, HybridEncoder, NormedConvolution
 from detr_bf.detectors.parts import (
     class_head,
     decoder_layer,
-    encoder,
-    encoder_layer,
+    default_attention,
+    default_linear,
+    encoder_with_default_weights,
     query_attention,
     zero_init_box_head,
 )
-from detr_bf.transformer import Decoder, DecoderLayer, FeatureTokens, Heads, TokenAttention
-from detr_bf.transformer.attention import DeformableAttention, MultiHeadAttention
+from detr_bf.transformer import Decoder, DecoderLayer, FeatureTokens, Heads
+from detr_bf.transformer.attention import DeformableAttention
 from detr_bf.transformer.blocks import MLP, full_precision, xavier
 
 
@@ -132,43 +134,33 @@ def _decoder_layer(options: Options, own: RtdetrOptions, points: Sequence[int]) 
         released_cells=own.as_released,
     )
     self_attention = query_attention(options)
-    _default_attention(self_attention.attention)
+    default_attention(self_attention.attention)
     layer = decoder_layer(options, self_attention, DeformableMemoryAttention(attention))
     if own.version == 1:
-        _default_linear(layer.feed_forward.expand, layer.feed_forward.contract)
+        default_linear(layer.feed_forward.expand, layer.feed_forward.contract)
     return layer
 
 
 def _hybrid_encoder(options: Options, own: RtdetrOptions, projections: Sequence[nn.Module]) -> HybridEncoder:
     """Build the encoder of width ``options.hidden_dim`` with ``projections`` to the width of the decoder."""
-    width = options.hidden_dim
-    layers = []
-    for _ in range(options.encoder_layers):
-        attention = TokenAttention(width, heads=options.heads, dropout=options.dropout)
-        layers.append(encoder_layer(options, attention))
-        _default_attention(attention.attention)
-        _default_linear(layers[-1].feed_forward.expand, layers[-1].feed_forward.contract)
+    width, silu = options.hidden_dim, nn.SiLU()
+    layers = encoder_with_default_weights(options)
     if own.version == 2:
         for projection in projections:
             xavier(projection)
+    fusion = CrossScaleFusion(
+        len(projections),
+        lateral=partial(NormedConvolution, width, width, activation=silu),
+        down=partial(NormedConvolution, width, width, 3, 2, silu),
+        fuse=partial(FusionBlock, 2 * width, width, expansion=own.expansion, blocks=own.fusion_blocks),
+    )
     return HybridEncoder(
-        encoder(options, layers),
-        CrossScaleFusion(width, len(projections), expansion=own.expansion, blocks=own.fusion_blocks),
+        layers,
+        fusion,
         projections,
         temperature=options.position_temperature,
         released_position=own.as_released,
     )
-
-
-def _default_attention(attention: MultiHeadAttention) -> None:
-    """Initialise the output projection as torch's multi-head attention does."""
-    _default_linear(attention.out)
-    nn.init.zeros_(attention.out.bias)
-
-
-def _default_linear(*layers: nn.Linear) -> None:
-    for layer in layers:
-        layer.reset_parameters()
 
 
 class BoxPosition(nn.Module):

@@ -73,7 +73,7 @@ def test_each_stream_is_normalised_by_itself() -> None:
     tokens = module.tokens(module.backbone(batch.images, batch.padding_mask), batch.padding_mask)
     hybrid, shapes = module.encoder, tokens.static["spatial_shapes"]
     memory = hybrid(tokens)
-    second = hybrid.encoder(hybrid._coarsest(tokens)).tokens[IMAGES:]
+    second = hybrid.encoder(hybrid._level(tokens, 2)).tokens[IMAGES:]
     *finer, _ = as_maps(tokens.tokens, shapes)
     fused = hybrid.fusion([*finer, *as_maps(second, shapes[-1:])])
     alone = as_tokens([layer(x) for layer, x in zip(hybrid.projections, fused, strict=True)])
