@@ -70,16 +70,17 @@ class HybridEncoder(nn.Module):
         self.encoder = encoder
         self.fusion = fusion
         self.projections = nn.ModuleList(projections)
-        self.finer = nn.ModuleDict({str(level): layers for level, layers in finer.items()})
+        self.finer = nn.ModuleList(finer.values())
+        self.finer_levels = tuple(finer)
         self.temperature = temperature
         self.released_position = released_position
 
     def forward(self, batch: TokenBatch) -> TokenBatch:
         """Tokens (B, S, C) of all levels -> memory (R, S, C')."""
         *finer, _ = as_maps(batch.tokens, batch.static["spatial_shapes"])
-        for level, layers in self.finer.items():
-            encoded = layers(self._level(batch, int(level)))
-            (finer[int(level)],) = as_maps(encoded.tokens, encoded.static["spatial_shapes"])
+        for level, layers in zip(self.finer_levels, self.finer, strict=True):
+            encoded = layers(self._level(batch, level))
+            (finer[level],) = as_maps(encoded.tokens, encoded.static["spatial_shapes"])
         coarsest: TokenBatch = self.encoder(self._level(batch, len(finer)))
         images, streams = coarsest.num_images, list[Tensor]()
         count = coarsest.num_streams + (1 if coarsest.references else 0)  # parts of as many rows as there are images
