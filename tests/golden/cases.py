@@ -21,7 +21,7 @@ from detr_bf.interop.formats import from_foreign, to_foreign
 from detr_bf.losses import CrossEntropy, Focal, HungarianMatcher, SetCriterion
 
 SHARED = Path(__file__).parents[3] / "shared"
-FOLDERS = (SHARED / "golden", SHARED / "golden_successors")  # read without --golden
+FOLDERS = tuple(SHARED / name for name in ("golden", "golden_successors", "golden_dfine"))  # read without --golden
 WITH_NO_OBJECT = ("detr", "smca", "smca_multi_scale")  # detectors with a last class for no object
 WITH_GIOU_EPS = ("dab_detr", "dab_deformable_detr", "dn_detr", "dino")
 FORMATS = {"dn_detr": "dab_detr"}  # names of checkpoint formats that are not the detector's
@@ -281,7 +281,42 @@ def flat_rtdetr(args: dict[str, Any]) -> dict[str, Any]:
         "num_denoising": decoder["num_denoising"],
         "label_noise_ratio": 0.5,
         "box_noise_scale": 1.0,
+    } | {key: decoder[key] for key in ("activation", "mlp_act", "query_pos_method") if key in decoder}  # DEIM's
+
+
+def flat_dfine(args: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a full-size D-FINE, nested in a key list, by the names of the small cases."""
+    body, hybrid, decoder = args["HGNetv2"], args["HybridEncoder"], args["DFINETransformer"]
+    assert body.get("freeze_stem_only", True), "no recipe freezes the first stage"
+    return {
+        "backbone": f"hgnetv2_{body['name'].lower()}",
+        "backbone_strides": hybrid["feat_strides"],
+        "dilation": False,
+        "frozen_norm": body["freeze_norm"],
+        "frozen_stages": body["freeze_at"] + 1,
+        "backbone_num_channels": hybrid["in_channels"],
+        "num_feature_levels": decoder["num_levels"],
+        "position_embedding": "sine",
+        "hidden_dim": decoder["hidden_dim"],
+        "enc_hidden_dim": hybrid["hidden_dim"],
+        "nheads": hybrid["nhead"],
+        "num_encoder_layers": hybrid["num_encoder_layers"],
+        "use_encoder_idx": hybrid["use_encoder_idx"],
+        "enc_dim_feedforward": hybrid["dim_feedforward"],
+        "dim_feedforward": decoder.get("dim_feedforward", 1024),
+        "expansion": hybrid["expansion"],
+        "depth_mult": hybrid["depth_mult"],
+        "dec_layers": decoder["num_layers"],
+        "dec_n_points": decoder["num_points"],
+        "learnt_init_query": False,
+        **{key: decoder[key] for key in _SAME_IN_BOTH},
     }
+
+
+_SAME_IN_BOTH = (  # names of arguments in full-size D-FINE and the small cases
+    *("num_queries", "num_denoising", "label_noise_ratio", "box_noise_scale", "reg_max", "reg_scale"),
+    *("cross_attn_method", "query_select_method", "layer_scale", "eval_idx"),
+)
 
 
 def denoising(case: Case) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from detr_bf.backbones import build_backbone
 from detr_bf.detectors import Detector
 from detr_bf.interop.formats import format_of, from_foreign, to_foreign
-from tests.golden.cases import KEY_LISTS, Case, detector, family, flat_rtdetr, options
+from tests.golden.cases import KEY_LISTS, Case, detector, family, flat_dfine, flat_rtdetr, options
 
 CLASSES = {"coco": 91, "coco_panoptic": 250}  # the largest category id and one more
 OTHER_CLASSES = 20  # of any other data set
@@ -52,6 +52,8 @@ def listed(golden: Sequence[Path], request: pytest.FixtureRequest) -> Case:
     args = manifest["args"]
     if "PResNet" in args:
         cfg = flat_rtdetr(args) | {"num_classes": args["num_classes"]}
+    elif "HGNetv2" in args:
+        cfg = flat_dfine(args) | {"num_classes": args["num_classes"]}
     else:
         cfg = args | {"num_classes": CLASSES.get(args["dataset_file"], OTHER_CLASSES)}
     return Case(request.param.stem, {}, manifest | {"cfg": cfg})
@@ -60,6 +62,8 @@ def listed(golden: Sequence[Path], request: pytest.FixtureRequest) -> Case:
 def strides(case: Case) -> list[int]:
     if family(case) == "dino":
         return [4 * 2**stage for stage in case.cfg["return_interm_indices"]]
+    if "backbone_strides" in case.cfg:
+        return list(case.cfg["backbone_strides"])
     several = "num_feature_levels" in case.cfg and family(case) not in ("dab_detr", "dn_detr")
     if family(case) == "smca_multi_scale" or (several and case.cfg["num_feature_levels"] > 1):
         return [8, 16, 32]
@@ -98,6 +102,9 @@ in_default_tier = pytest.mark.default_tier(
     "bf_deformable_resnet50_i0_shared",
     "dino_resnet50_4scale",
     "smca_resnet50_type3",
+    "dfine_hgnetv2_n_coco",
+    "dfine_hgnetv2_x_coco",
+    "deim_r18vd_120e_coco",
 )
 
 
