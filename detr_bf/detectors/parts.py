@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import torch
 from torch import nn
 
 from detr_bf.common.errors import InputError
@@ -67,8 +66,13 @@ def encoder_layer(options: Options, attention: nn.Module) -> EncoderLayer:
     )
 
 
-def decoder_layer(options: Options, self_attention: nn.Module, cross_attention: nn.Module) -> DecoderLayer:
-    """Build a decoder layer around its two attentions."""
+def decoder_layer(
+    options: Options,
+    self_attention: nn.Module,
+    cross_attention: nn.Module,
+    cross_residual: nn.Module | None = None,
+) -> DecoderLayer:
+    """Build a decoder layer around its two attentions; ``cross_residual`` as of DecoderLayer."""
     return DecoderLayer(
         self_attention,
         cross_attention,
@@ -77,6 +81,7 @@ def decoder_layer(options: Options, self_attention: nn.Module, cross_attention: 
         dropout=options.dropout,
         pre_norm=options.pre_norm,
         activation=options.activation,
+        cross_residual=cross_residual,
     )
 
 
@@ -149,15 +154,17 @@ def class_head(options: Options) -> nn.Linear:
     return head
 
 
-def box_head(options: Options) -> MLP:
+def box_head(options: Options, outputs: int = 4, activation: str = "relu") -> MLP:
     """Build the box head, a three-layer perceptron."""
-    return MLP([options.hidden_dim] * 3 + [4])
+    return MLP([options.hidden_dim] * 3 + [outputs], activation)
 
 
-def zero_init_box_head(options: Options, *, size_logit: float = 0.0) -> MLP:
+def zero_init_box_head(options: Options, *, size_logit: float = 0.0, outputs: int = 4, activation: str = "relu") -> MLP:
     """Build a box head that initially returns the reference itself; ``size_logit`` is added to width and height."""
-    head = box_head(options)
+    head = box_head(options, outputs, activation)
     *_, weight, bias = head.parameters()
     nn.init.zeros_(weight)
-    bias.data.copy_(torch.tensor([0.0, 0.0, size_logit, size_logit]))
+    nn.init.zeros_(bias)
+    if size_logit:
+        nn.init.constant_(bias[2:], size_logit)
     return head
