@@ -237,21 +237,22 @@ class SetCriterion:
                 strict=True,
             )
         ]
-        if united is not None and united.pairs is not None:
+        if united is not None and united.pairs is not None and united.divisor is not None:
             matches, num_boxes = Matches.of_all_layers(united.pairs, len(outputs.logits)), united.divisor
         distance, disparity = _box_losses(outputs, targets, matches, self.matcher.giou_eps)
         if self.box_weighting != "none":
             disparity = disparity * _overlaps(outputs, targets, matches, overlap)
-        losses = {
-            "loss_ce": torch.stack(per_stream, 1),
-            "loss_bbox": _per_stream(outputs, _by_row(outputs, matches, distance)) / num_boxes,
-            "loss_giou": _per_stream(outputs, _by_row(outputs, matches, disparity)) / num_boxes,
-        }
+        of_pairs, further = {"loss_bbox": distance, "loss_giou": disparity}, {}
         if outputs.distributions is not None:
             assert united is not None
-            fgl, ddf = _distribution_losses(outputs, outputs.distributions, targets, matches, united.shares)
-            losses |= {"loss_fgl": _per_stream(outputs, _by_row(outputs, matches, fgl)) / num_boxes, "loss_ddf": ddf}
-        return losses
+            of_pairs["loss_fgl"], further["loss_ddf"] = _distribution_losses(
+                outputs, outputs.distributions, targets, matches, united.shares
+            )
+        averaged = {
+            name: _per_stream(outputs, _by_row(outputs, matches, losses)) / num_boxes.to(losses.dtype)
+            for name, losses in of_pairs.items()
+        }
+        return {"loss_ce": torch.stack(per_stream, 1), **averaged, **further}
 
 
 @dataclass(frozen=True)
@@ -259,7 +260,7 @@ class _Union:
     """Pairs on which the boxes of all layers of a detector with distributions are trained, first boxes included."""
 
     pairs: Tensor | None  # (3, M) row, query, object; None: each layer has pairs of its own
-    divisor: Tensor | None  # (streams,) of the losses of these pairs
+    divisor: Tensor | None  # (streams,) float64, of the losses of these pairs
     shares: list[tuple[float, float]]  # of each stream, of matched and other queries in the distillation
 
 

@@ -70,7 +70,7 @@ def assert_supported(case: Case) -> None:
         "query_dim": (4,),  # anchors are boxes, not points
         "two_stage_type": ("standard",),  # DINO's
         "dn_labelbook_size": (cfg["num_classes"],),
-        "eval_idx": (-1, cfg["dec_layers"] - 1),  # the last layer predicts
+        **({} if family_name == "dfine" else {"eval_idx": (-1, cfg["dec_layers"] - 1)}),  # the last layer predicts
         "eval_spatial_size": (None, case.manifest.get("padded_hw")),  # ours computes the anchors for every size
     }
     if family_name == "dab_deformable_detr":
@@ -102,7 +102,9 @@ def options(case: Case) -> Options:
         feedforward_dim=cfg["dim_feedforward"],
         dropout=0.0,
         pre_norm=cfg.get("pre_norm", False),
-        activation=cfg["transformer_activation"] if family(case) in ("dab_detr", "dn_detr") else "relu",
+        activation=cfg["transformer_activation"]
+        if family(case) in ("dab_detr", "dn_detr")
+        else cfg.get("activation", "relu"),
         num_queries=cfg["num_queries_one2one"] if "num_queries_one2one" in cfg else cfg["num_queries"],
         groups=further_queries(case),
         position_temperature=position_temperature(case),
@@ -145,6 +147,8 @@ def family(case: Case) -> str:
     repository = json.dumps(case.manifest["upstream"]).lower()
     if "/dino" in repository:
         return "dino"
+    if "d-fine" in repository or "/deim" in repository:
+        return case.cfg.get("detector", "dfine")  # DEIM is a recipe of both
     if "rt-detr" in repository:
         return "rtdetrv2" if "rtdetrv2" in repository else "rtdetr"
     if "dab-detr" in repository:
@@ -182,6 +186,8 @@ def detector(case: Case) -> Any:
             return DETECTORS[kind](backbone, channels, chosen, **dino_options(case, len(channels)))
         if kind in ("rtdetr", "rtdetrv2"):
             return DETECTORS[kind](backbone, channels, chosen, **rtdetr_settings(cfg))
+        if kind == "dfine":
+            return DETECTORS[kind](backbone, channels, chosen, **dfine_settings(cfg))
         anchors = {"patterns": cfg.get("num_patterns"), "random_points": cfg.get("random_refpoints_xy")}
         if kind == "dab_detr":
             return DETECTORS[kind](backbone, channels, chosen, **anchors)
@@ -245,8 +251,36 @@ def rtdetr_settings(cfg: dict[str, Any]) -> dict[str, Any]:
         "points": cfg["dec_n_points"],
         "sampling": "discrete" if cfg.get("cross_attn_method") == "discrete" else "bilinear",
         "learned_content": cfg["learnt_init_query"],
+        "head_activation": cfg.get("mlp_act", "relu"),
+        "deep_position": cfg.get("query_pos_method") == "as_reg",
+        "deim_noise": cfg.get("kind") == "deim",
         "denoising": ContrastiveDenoising(
             queries=cfg["num_denoising"], label_noise=cfg["label_noise_ratio"], box_noise=cfg["box_noise_scale"]
+        ),
+        "as_released": True,
+    }
+
+
+def dfine_settings(cfg: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of D-FINE for those of a recorded one."""
+    assert cfg["num_feature_levels"] == len(cfg["backbone_num_channels"]), "the reference runs with no other"
+    return {
+        "encoder_dim": cfg.get("enc_hidden_dim"),
+        "encoder_feedforward_dim": cfg["enc_dim_feedforward"],
+        "expansion": cfg["expansion"],
+        "fusion_blocks": round(3 * cfg["depth_mult"]),
+        "attention_levels": cfg["use_encoder_idx"],
+        "points": cfg["dec_n_points"],
+        "sampling": "discrete" if cfg["cross_attn_method"] == "discrete" else "bilinear",
+        "selection": {"default": "tokens", "one2many": "pairs"}[cfg["query_select_method"]],
+        "learned_content": cfg["learnt_init_query"],
+        "head_activation": cfg.get("mlp_act", "relu"),
+        "eval_layer": cfg["eval_idx"],
+        "layer_scale": cfg["layer_scale"],
+        "reg_max": cfg["reg_max"],
+        "reg_scale": cfg["reg_scale"],
+        "denoising": ContrastiveDenoising(  # box_noise_scale is not used by the authors' code
+            queries=cfg["num_denoising"], label_noise=cfg["label_noise_ratio"]
         ),
         "as_released": True,
     }
