@@ -25,6 +25,7 @@ FOLDERS = tuple(SHARED / name for name in ("golden", "golden_successors", "golde
 WITH_NO_OBJECT = ("detr", "smca", "smca_multi_scale")  # detectors with a last class for no object
 WITH_GIOU_EPS = ("dab_detr", "dab_deformable_detr", "dn_detr", "dino")
 FORMATS = {"dn_detr": "dab_detr"}  # names of checkpoint formats that are not the detector's
+DEIM_KEYS = ("activation", "mlp_act", "query_pos_method")  # arguments of its decoder of RT-DETRv2
 KEY_LISTS = "14_state_dict_keys"  # folder in them with the names and shapes of full-size models
 
 
@@ -315,7 +316,11 @@ def flat_rtdetr(args: dict[str, Any]) -> dict[str, Any]:
         "num_denoising": decoder["num_denoising"],
         "label_noise_ratio": 0.5,
         "box_noise_scale": 1.0,
-    } | {key: decoder[key] for key in ("activation", "mlp_act", "query_pos_method") if key in decoder}  # DEIM's
+    } | (
+        {"kind": "deim", "detector": "rtdetrv2"} | {key: decoder[key] for key in DEIM_KEYS}
+        if "mlp_act" in decoder
+        else {}
+    )
 
 
 def flat_dfine(args: dict[str, Any]) -> dict[str, Any]:
