@@ -232,6 +232,10 @@ def build_criterion(config: DetectionConfig, *, local: bool = False) -> SetCrite
             giou_weight=loss.giou_weight,
             mask_weight=loss.mask_weight,
             dice_weight=loss.dice_weight,
+            fgl_weight=loss.fgl_weight,
+            ddf_weight=loss.ddf_weight,
+            union=loss.union,
+            box_weighting=loss.box_weighting,
             local=local,
         )
 

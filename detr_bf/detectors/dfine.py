@@ -41,7 +41,7 @@ class DfineOptions:
             and class, among which a token may be several times.
         learned_content: learned content of the queries instead of the tokens' features.
         head_activation: activation in box heads, quality and positions of the queries; SiLU in DEIM.
-        eval_layer: index of the decoder layer that predicts in evaluation; -1: the last.
+        eval_layer: index of the decoder layer that predicts in evaluation; None: the last.
         layer_scale: width of the layers after it in units of ``hidden_dim``.
         reg_max, up, reg_scale: as of :class:`~detr_bf.detectors.distributions.DistributionDecoder`.
         denoising: settings of the noised objects in training.
@@ -53,13 +53,13 @@ class DfineOptions:
     encoder_feedforward_dim: int | None = setting("dfine.encoder_feedforward_dim", None)
     expansion: float = setting("dfine.expansion", 1.0)
     fusion_blocks: int = setting("dfine.fusion_blocks", 3)
-    attention_levels: Sequence[int] | None = setting("dfine.attention_levels", None)
+    attention_levels: Sequence[int] = setting("dfine.attention_levels", ())  # empty: the coarsest
     points: int | Sequence[int] = setting("dfine.points", 4)
     sampling: str = setting("dfine.sampling", "bilinear")
     selection: str = setting("dfine.selection", "tokens")
     learned_content: bool = setting("dfine.learned_content", False)
     head_activation: str = setting("dfine.head_activation", "relu")
-    eval_layer: int = setting("dfine.eval_layer", -1)
+    eval_layer: int | None = setting("dfine.eval_layer", None)
     layer_scale: float = setting("dfine.layer_scale", 1.0)
     reg_max: int = setting("dfine.reg_max", 32)
     up: float = setting("dfine.up", 0.5)
@@ -77,8 +77,8 @@ def dfine(backbone: nn.Module, channels: Sequence[int], options: Options, own: D
     """
     dim, levels = options.hidden_dim, len(channels)
     width = own.encoder_dim or dim
-    evaluated = own.eval_layer % options.decoder_layers
-    _check(options, own, width)
+    evaluated = options.decoder_layers - 1 if own.eval_layer is None else own.eval_layer
+    _check(options, own, width, evaluated)
     wide = replace(
         options,
         hidden_dim=round(own.layer_scale * dim),
@@ -100,7 +100,7 @@ def dfine(backbone: nn.Module, channels: Sequence[int], options: Options, own: D
             levels=levels,
             expansion=own.expansion,
             blocks=own.fusion_blocks,
-            attention_levels=own.attention_levels,
+            attention_levels=own.attention_levels or None,
             as_released=own.as_released,
         ),
         decoder=DistributionDecoder(
@@ -133,13 +133,11 @@ def dfine(backbone: nn.Module, channels: Sequence[int], options: Options, own: D
     )
 
 
-def _check(options: Options, own: DfineOptions, width: int) -> None:
+def _check(options: Options, own: DfineOptions, width: int, evaluated: int) -> None:
     """Refuse options that the detector cannot be built with."""
-    dim, layers = options.hidden_dim, options.decoder_layers
-    if not -layers <= own.eval_layer < layers:
-        raise InputError(
-            f"eval_layer={own.eval_layer}: the decoder has {layers} layers, give {-layers} to {layers - 1}"
-        )
+    dim, last = options.hidden_dim, options.decoder_layers - 1
+    if not 0 <= evaluated <= last:
+        raise InputError(f"eval_layer={evaluated}: the decoder has the layers 0 to {last}, give one of them")
     if own.layer_scale < 1:
         raise InputError(f"layer_scale={own.layer_scale} must be 1 or more")
     if own.layer_scale > 1 and (options.query_batch_former is not None or options.pre_norm):
@@ -151,8 +149,8 @@ def _check(options: Options, own: DfineOptions, width: int) -> None:
         raise InputError(f"position_encoding must be sine in D-FINE; got '{options.position_encoding}'")
     if options.mask_head is not None and width != dim:
         raise InputError(f"encoder_dim={width} must equal hidden_dim={dim} with a mask head")
-    if options.mask_head is not None and own.eval_layer not in (-1, layers - 1):
-        raise InputError(f"eval_layer={own.eval_layer}: a mask head reads the last decoder layer; set eval_layer=-1")
+    if options.mask_head is not None and evaluated != last:
+        raise InputError(f"eval_layer={evaluated}: a mask head reads the last decoder layer; set eval_layer={last}")
 
 
 def _decoder_layer(options: Options, own: DfineOptions, levels: int) -> DecoderLayer:

@@ -202,7 +202,7 @@ def test_settings_of_other_losses_and_of_no_queries_are_told(
     assert caplog.messages == [said]
 
 
-@pytest.mark.parametrize("name", ["dino", "dn_detr", "rtdetr", "rtdetrv2"])
+@pytest.mark.parametrize("name", ["dino", "dn_detr", "rtdetr", "rtdetrv2", "dfine"])
 def test_cross_entropy_is_refused_where_no_object_would_be_a_class(name: str) -> None:
     strides = [32] if name == "dn_detr" else [8, 16, 32]
     settings = [*SMALL, f"model.name={name}", f"model.backbone.strides={strides}"]
@@ -228,7 +228,8 @@ def test_settings_that_rtdetr_does_not_have(name: str, setting: str, said: str) 
 
 
 @pytest.mark.parametrize(
-    ("name", "usual"), [("dn_detr", (0.2, 0.4)), ("dino", (0.5, 1)), ("rtdetr", (0.5, 1)), ("rtdetrv2", (0.5, 1))]
+    ("name", "usual"),
+    [("dn_detr", (0.2, 0.4)), *((name, (0.5, 1)) for name in ("dino", "rtdetr", "rtdetrv2", "dfine"))],
 )
 def test_noise_that_is_not_given_is_that_of_the_detector(name: str, usual: tuple[float, float]) -> None:
     strides = [32] if name == "dn_detr" else [8, 16, 32]

@@ -276,7 +276,7 @@ def dfine_settings(cfg: dict[str, Any]) -> dict[str, Any]:
         "selection": {"default": "tokens", "one2many": "pairs"}[cfg["query_select_method"]],
         "learned_content": cfg["learnt_init_query"],
         "head_activation": cfg.get("mlp_act", "relu"),
-        "eval_layer": cfg["eval_idx"],
+        "eval_layer": cfg["eval_idx"] % cfg["dec_layers"],
         "layer_scale": cfg["layer_scale"],
         "reg_max": cfg["reg_max"],
         "reg_scale": cfg["reg_scale"],
