@@ -137,7 +137,7 @@ def _check(options: Options, own: DfineOptions, width: int, evaluated: int) -> N
     """Refuse options that the detector cannot be built with."""
     dim, last = options.hidden_dim, options.decoder_layers - 1
     if not 0 <= evaluated <= last:
-        raise InputError(f"eval_layer={evaluated}: the decoder has the layers 0 to {last}, give one of them")
+        raise InputError(f"eval_layer={evaluated} must be from 0 to {last}, as there are {last + 1} decoder layers")
     if own.layer_scale < 1:
         raise InputError(f"layer_scale={own.layer_scale} must be 1 or more")
     if own.layer_scale > 1 and (options.query_batch_former is not None or options.pre_norm):
