@@ -19,10 +19,10 @@ from detr_bf.detectors.detector import Detector, Options
 from detr_bf.detectors.dfine_encoder import dfine_encoder
 from detr_bf.detectors.dino import DENOISING
 from detr_bf.detectors.distributions import DistributionDecoder, DistributionHeads, Gate
-from detr_bf.detectors.hybrid_encoder import NormedConvolution
+from detr_bf.detectors.hybrid_encoder import projected_tokens
 from detr_bf.detectors.parts import class_head, decoder_layer, default_attention, query_attention, zero_init_box_head
 from detr_bf.detectors.rtdetr import BoxPosition, SelectedQueries
-from detr_bf.transformer import DecoderLayer, FeatureTokens
+from detr_bf.transformer import DecoderLayer
 from detr_bf.transformer.attention import DeformableAttention
 
 MOST_POSITION = 10.0  # largest absolute value in the position of a query
@@ -79,20 +79,9 @@ def dfine(backbone: nn.Module, channels: Sequence[int], options: Options, own: D
     width = own.encoder_dim or dim
     evaluated = options.decoder_layers - 1 if own.eval_layer is None else own.eval_layer
     _check(options, own, width, evaluated)
-    wide = replace(
-        options,
-        hidden_dim=round(own.layer_scale * dim),
-        feedforward_dim=round(own.layer_scale * options.feedforward_dim),
-    )
-    of_layers = [options if layer <= evaluated else wide for layer in range(options.decoder_layers)]
-    outputs = 4 * (own.reg_max + 1)
     return Detector(
         backbone,
-        tokens=FeatureTokens(
-            [NormedConvolution(count, width) for count in channels],
-            None,
-            strides=None if own.as_released else options.strides,
-        ),
+        tokens=projected_tokens(channels, width, None if own.as_released else options.strides),
         encoder=dfine_encoder(
             options,
             width=width,
@@ -103,31 +92,7 @@ def dfine(backbone: nn.Module, channels: Sequence[int], options: Options, own: D
             attention_levels=own.attention_levels or None,
             as_released=own.as_released,
         ),
-        decoder=DistributionDecoder(
-            [_decoder_layer(each, own, levels) for each in of_layers],
-            queries=(PairQueries if own.selection == "pairs" else SelectedQueries)(
-                options,
-                learned_content=own.learned_content,
-                denoising=own.denoising,
-                activation=own.head_activation,
-                positive_sizes=True,
-            ),
-            heads=DistributionHeads(
-                [class_head(each) for each in of_layers],
-                [zero_init_box_head(each, outputs=outputs, activation=own.head_activation) for each in of_layers],
-                first_box=zero_init_box_head(options, activation=own.head_activation),
-                activation=own.head_activation,
-            ),
-            norm=nn.LayerNorm(dim) if options.pre_norm else None,
-            update_queries=BoxPosition(dim, activation=own.head_activation, limit=MOST_POSITION),
-            batch_former=options.query_batch_former,
-            aux_loss=options.aux_loss,
-            evaluated=evaluated,
-            wide=wide.hidden_dim,
-            reg_max=own.reg_max,
-            up=own.up,
-            reg_scale=own.reg_scale,
-        ),
+        decoder=_decoder(options, own, levels, evaluated),
         mask_head=options.mask_head,
         levels=levels,
     )
@@ -151,6 +116,42 @@ def _check(options: Options, own: DfineOptions, width: int, evaluated: int) -> N
         raise InputError(f"encoder_dim={width} must equal hidden_dim={dim} with a mask head")
     if options.mask_head is not None and evaluated != last:
         raise InputError(f"eval_layer={evaluated}: a mask head reads the last decoder layer; set eval_layer={last}")
+
+
+def _decoder(options: Options, own: DfineOptions, levels: int, evaluated: int) -> DistributionDecoder:
+    """Build the decoder; the layers after layer ``evaluated`` may be wider."""
+    dim, outputs = options.hidden_dim, 4 * (own.reg_max + 1)
+    wide = replace(
+        options,
+        hidden_dim=round(own.layer_scale * dim),
+        feedforward_dim=round(own.layer_scale * options.feedforward_dim),
+    )
+    of_layers = [options if layer <= evaluated else wide for layer in range(options.decoder_layers)]
+    return DistributionDecoder(
+        [_decoder_layer(each, own, levels) for each in of_layers],
+        queries=(PairQueries if own.selection == "pairs" else SelectedQueries)(
+            options,
+            learned_content=own.learned_content,
+            denoising=own.denoising,
+            activation=own.head_activation,
+            positive_sizes=True,
+        ),
+        heads=DistributionHeads(
+            [class_head(each) for each in of_layers],
+            [zero_init_box_head(each, outputs=outputs, activation=own.head_activation) for each in of_layers],
+            first_box=zero_init_box_head(options, activation=own.head_activation),
+            activation=own.head_activation,
+        ),
+        norm=nn.LayerNorm(dim) if options.pre_norm else None,
+        update_queries=BoxPosition(dim, activation=own.head_activation, limit=MOST_POSITION),
+        batch_former=options.query_batch_former,
+        aux_loss=options.aux_loss,
+        evaluated=evaluated,
+        wide=wide.hidden_dim,
+        reg_max=own.reg_max,
+        up=own.up,
+        reg_scale=own.reg_scale,
+    )
 
 
 def _decoder_layer(options: Options, own: DfineOptions, levels: int) -> DecoderLayer:

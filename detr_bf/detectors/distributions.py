@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -147,7 +147,7 @@ class DistributionDecoder(Decoder):
         reg_max: int,
         up: float,
         reg_scale: float,
-        **others: object,
+        **others: Any,
     ) -> None:
         if reg_max < 4 or reg_max % 2:
             raise InputError(f"reg_max={reg_max} must be an even number from 4 on")
@@ -167,7 +167,8 @@ class DistributionDecoder(Decoder):
         queries = replace(first, proposals=None, groups=())
         main, *_ = self.sizes_of(first)
         streams, distances = memory.num_streams, bin_distances(self.reg_max, self.up, self.reg_scale)
-        predictions = []
+        predictions: list[Sequence[Tensor]] = []
+        pre: Sequence[Tensor] = ()
         before: Refinement | None = None
         for index, layer in enumerate(self.layers):
             if index > self.evaluated and not self.training:
@@ -177,12 +178,14 @@ class DistributionDecoder(Decoder):
                 queries, memory, _ = self._batch_attention(queries, memory, None, layer=index, main=main)
                 if before is not None and memory.num_streams > rows:
                     before = Refinement(*(torch.cat([x, x]) for x in before))
+            assert self.update_queries is not None
             queries = self.update_queries(index, queries, memory)
             if index > self.evaluated and before is not None:
                 queries, before = self._stretched(queries, before)
             queries = replace(queries, content=layer(queries, self._memory_of(index, memory)))
             state = self.norm(queries.content)
             if before is None:
+                assert queries.reference is not None
                 pre = self.heads.first(state, queries.reference)
                 before = Refinement(pre[1].detach(), torch.zeros_like(distances), torch.zeros_like(state))
             bins = self.heads.bins(index, state, before)
@@ -193,7 +196,8 @@ class DistributionDecoder(Decoder):
         assert before is not None
         if memory.num_streams > streams:
             first = first.fork(first.content)
-            pre, *predictions = ([in_streams(x, len(state)) for x in parts] for parts in (pre, *predictions))
+            predictions = [[in_streams(x, len(state)) for x in parts] for parts in predictions]
+            pre = [in_streams(x, len(state)) for x in pre]
         outputs = self.outputs_of(first, [parts[:2] for parts in predictions], state, memory.num_streams)
         kept = torch.stack([parts[2] for parts in (predictions if self.aux_loss else predictions[-1:])])
         return self._with_distributions(outputs, first, kept, before.boxes, distances, pre)
@@ -204,7 +208,8 @@ class DistributionDecoder(Decoder):
         """Divide ``bins`` (L, R, Q, 4, N), first boxes, and their predictions ``pre``, among all queries' outputs."""
         sizes = self.sizes_of(first)
         main, *others = (
-            Distributions(*parts, distances) for parts in zip(bins.split(sizes, 2), boxes.split(sizes, 1), strict=True)
+            Distributions(logits, first_boxes, distances)
+            for logits, first_boxes in zip(bins.split(sizes, 2), boxes.split(sizes, 1), strict=True)
         )
         predicted = [
             (group, replace(part, distributions=each))
@@ -215,9 +220,9 @@ class DistributionDecoder(Decoder):
                 QueryGroup("pre", sizes[0]),
                 *(replace(group, name=f"{group.name}_pre") for group in first.groups),
             ]
-            parts = zip(*(x[None].split(sizes, 2) for x in pre), strict=True)
             predicted += [
-                (group, Outputs(*part, outputs.num_streams)) for group, part in zip(groups, parts, strict=True)
+                (group, Outputs(logits, first_boxes, outputs.num_streams))
+                for group, logits, first_boxes in zip(groups, *(x[None].split(sizes, 2) for x in pre), strict=True)
             ]
         return replace(outputs, distributions=main, groups=tuple(predicted))
 

@@ -21,7 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from detr_bf.common.errors import InputError
 from detr_bf.common.structures import TokenBatch
 from detr_bf.detectors.smca_multi_scale import as_maps, as_tokens
-from detr_bf.transformer import Encoder
+from detr_bf.transformer import Encoder, FeatureTokens
 
 
 def cell_position(height: int, width: int, dim: int, *, temperature: float, released: bool = False) -> Tensor:
@@ -118,6 +118,11 @@ class HybridEncoder(nn.Module):
         }
         static = {**batch.static, "spatial_shapes": ((height, width),)}
         return replace(batch, tokens=tokens, per_sample=companions, static=static)
+
+
+def projected_tokens(channels: Sequence[int], width: int, strides: Sequence[int] | None) -> FeatureTokens:
+    """Build the tokens of maps of ``channels``, each projected to ``width``, without positions."""
+    return FeatureTokens([NormedConvolution(count, width) for count in channels], None, strides=strides)
 
 
 @contextmanager

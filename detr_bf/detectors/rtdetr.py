@@ -22,7 +22,13 @@ from detr_bf.detectors.deformable_detr import DeformableMemoryAttention
 from detr_bf.detectors.denoising import EMPTY, ContrastiveDenoising, DenoisingSlots
 from detr_bf.detectors.detector import Detector, Options
 from detr_bf.detectors.dino import DENOISING, ContrastiveQueries
-from detr_bf.detectors.hybrid_encoder import CrossScaleFusion, FusionBlock, HybridEncoder, NormedConvolution
+from detr_bf.detectors.hybrid_encoder import (
+    CrossScaleFusion,
+    FusionBlock,
+    HybridEncoder,
+    NormedConvolution,
+    projected_tokens,
+)
 from detr_bf.detectors.parts import (
     class_head,
     decoder_layer,
@@ -32,7 +38,7 @@ from detr_bf.detectors.parts import (
     query_attention,
     zero_init_box_head,
 )
-from detr_bf.transformer import Decoder, DecoderLayer, FeatureTokens, Heads
+from detr_bf.transformer import Decoder, DecoderLayer, Heads
 from detr_bf.transformer.attention import DeformableAttention
 from detr_bf.transformer.blocks import MLP, full_precision, xavier
 
@@ -93,11 +99,7 @@ def rtdetr(backbone: nn.Module, channels: Sequence[int], options: Options, own: 
     layers = [_decoder_layer(options, own, _points(own, levels)) for _ in range(options.decoder_layers)]
     return Detector(
         backbone,
-        tokens=FeatureTokens(
-            [NormedConvolution(count, width) for count in channels],
-            None,
-            strides=None if own.as_released else options.strides,
-        ),
+        tokens=projected_tokens(channels, width, None if own.as_released else options.strides),
         encoder=_hybrid_encoder(inner, own, [NormedConvolution(width, dim) for _ in channels]),
         decoder=Decoder(
             layers,

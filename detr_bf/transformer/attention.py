@@ -162,14 +162,15 @@ class DeformableAttention(nn.Module):
         self.discrete, self.released_cells = discrete, released_cells
         self.sampling_offsets = nn.Linear(dim, heads * sum(per_level) * 2)
         self.attention_weights = nn.Linear(dim, heads * sum(per_level))
-        self.value, self.out = (nn.Linear(dim, dim) if project else nn.Identity() for _ in range(2))
+        self.value: nn.Module = nn.Linear(dim, dim) if project else nn.Identity()
+        self.out: nn.Module = nn.Linear(dim, dim) if project else nn.Identity()
         for projection in (self.sampling_offsets, self.attention_weights):
             nn.init.zeros_(projection.weight)
             nn.init.zeros_(projection.bias)
-        for projection in (self.value, self.out):
-            if isinstance(projection, nn.Linear):
-                nn.init.xavier_uniform_(projection.weight)
-                nn.init.zeros_(projection.bias)
+        for projected in (self.value, self.out):
+            if isinstance(projected, nn.Linear):
+                nn.init.xavier_uniform_(projected.weight)
+                nn.init.zeros_(projected.bias)
         grid = initial_offsets(heads, levels, self.points)
         kept = [grid[:, level, :count] for level, count in enumerate(per_level)]
         with torch.no_grad():

@@ -73,7 +73,7 @@ class Decoder(nn.Module):
         queries = replace(first, proposals=None, groups=())
         main, *_ = self.sizes_of(first)
         base, streams = queries.reference, memory.num_streams
-        predictions = []
+        predictions: list[Sequence[Tensor]] = []
         for index, layer in enumerate(self.layers):
             if self.batch_former is not None:
                 queries, memory, base = self._batch_attention(queries, memory, base, layer=index, main=main)
@@ -96,7 +96,7 @@ class Decoder(nn.Module):
         return self.outputs_of(first, predictions, state, memory.num_streams)
 
     def outputs_of(
-        self, first: Queries, predictions: Sequence[tuple[Tensor, Tensor]], state: Tensor, num_streams: int
+        self, first: Queries, predictions: Sequence[Sequence[Tensor]], state: Tensor, num_streams: int
     ) -> Outputs:
         """Stack the predictions of the layers, and divide them among the main queries and the groups.
 

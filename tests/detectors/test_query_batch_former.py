@@ -124,7 +124,7 @@ def test_main_queries_never_see_denoising_queries_and_groups(name: str) -> None:
     torch.testing.assert_close(after.boxes, before.boxes, rtol=1e-10, atol=1e-10)
     for (group, predicted), (_, others) in zip(before.groups, after.groups, strict=True):
         assert torch.allclose(predicted.logits, others.logits) == (group.name == "pre"), group.name
-        if not group.name.startswith(("dn", "pre")):  # these attend to themselves alone, and no image attends to another
+        if not group.name.startswith(("dn", "pre")):  # attend to themselves alone, and no image attends to another
             torch.testing.assert_close(*predicted.logits.chunk(2, 1))
 
 
