@@ -17,7 +17,7 @@ __all__ = ["Backbone", "build_backbone"]
 TIMM = "timm:"
 RESNETS_VD = ("resnet18vd", "resnet34vd", "resnet50vd", "resnet101vd")  # RT-DETR's
 HGNETS = tuple(f"hgnetv2_b{size}" for size in range(7))  # D-FINE's
-NAMES = (*RESNETS, *RESNETS_VD, *HGNETS)
+OWN_NAMES = (*RESNETS, *RESNETS_VD, *HGNETS)
 
 
 def build_backbone(
@@ -76,10 +76,10 @@ def _build_network(name: str, *, weights: str, strides: Sequence[int], dilation:
             raise InputError(f"weights={weights} is for name={TIMM}{LITE_FILES[weights].model} only; got name={name}")
     if name in RESNETS:
         return build_resnet(name, weights=weights, strides=strides, dilation=dilation, finer=finer)
-    if not name.startswith(TIMM) and name not in NAMES:
-        near = difflib.get_close_matches(name, NAMES, n=1)
+    if not name.startswith(TIMM) and name not in OWN_NAMES:
+        near = difflib.get_close_matches(name, OWN_NAMES, n=1)
         raise InputError(
-            f"name={name!r}: expected {', '.join(NAMES)}, or timm:NAME for a timm network"
+            f"name={name!r}: expected {', '.join(OWN_NAMES)}, or timm:NAME for a timm network"
             + (f"; did you mean {near[0]}?" if near else "")
         )
     if dilation:

@@ -65,9 +65,9 @@ def _rtdetr() -> Iterator[Format]:
     ):
         title = f"official {name.replace('rtdetr', 'RT-DETR')}"
         yield Format(name, rules, (*signs, *own), title, "ema.module", ignored=buffers)
-    own = ("encoder.input_proj.0.conv", _SCALE, "decoder.pre_bbox_head", "decoder.decoder.lqe_layers.0")
+    dfine = ("encoder.input_proj.0.conv", _SCALE, "decoder.pre_bbox_head", "decoder.decoder.lqe_layers.0")
     title = "official D-FINE or DEIM on it"
-    yield Format("dfine", official.official_dfine, (*signs, *own), title, "ema.module", ignored=buffers)
+    yield Format("dfine", official.official_dfine, (*signs, *dfine), title, "ema.module", ignored=buffers)
     signs = ("model.encoder.fpn_blocks.0", r"model\.encoder\.(aifi|encoder)\.0\.layers\.0", "model.enc_score_head")
     scale = "model.decoder.layers.0.encoder_attn.n_points_scale"
     yield Format("hf_rtdetr", huggingface.hf_rtdetr, signs, "Hugging Face RT-DETR", None, ())

@@ -275,9 +275,9 @@ def _dfine_fusion() -> Iterator[NameRule]:
             theirs, ours = f"encoder.{name}.{step}", f"encoder.fusion.{part}.{step}"
             yield from normed_convolution(f"{theirs}.cv1", f"{ours}.enter")
             yield from normed_convolution(f"{theirs}.cv4", f"{ours}.leave")
-            for number, branch in (("2", "first"), ("3", "second")):
-                yield from _fusion_block(f"{theirs}.cv{number}.0", f"{ours}.{branch}.0")
-                yield from normed_convolution(f"{theirs}.cv{number}.1", f"{ours}.{branch}.1")
+            for own, branch in (("cv2", "first"), ("cv3", "second")):
+                yield from _fusion_block(f"{theirs}.{own}.0", f"{ours}.{branch}.0")
+                yield from normed_convolution(f"{theirs}.{own}.1", f"{ours}.{branch}.1")
 
 
 def _resnet_vd() -> Iterator[NameRule]:
