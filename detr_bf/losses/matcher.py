@@ -133,18 +133,19 @@ class HungarianMatcher:
 
 
 def united_pairs(pairs: Tensor) -> Tensor:
-    """Return the union (3, M') of pairs (3, M) of row, query and object, ordered by row and query.
+    """Return the union (3, M') of pairs (3, M) of row, query and object on the CPU, ordered by row and query.
 
-    A query that is paired with several objects keeps the one that it is paired with most often, among several of them
-    the one with the smallest index. An object keeps all its queries (D-FINE, Peng et al. 2024, arXiv 2410.13842,
-    "Global Optimal Localization Self-Distillation").
+    A query that is paired with several objects keeps the one that it is paired with most often; an object keeps all its
+    queries (D-FINE, Peng et al. 2024, arXiv 2410.13842, "Global Optimal Localization Self-Distillation"). Objects that
+    are paired with a query equally often are in the order that torch's sorting leaves them in, as in the authors' code.
     """
-    if not pairs.numel():
-        return pairs
-    distinct, counts = pairs.unique(dim=1, return_counts=True)  # ordered by row, query and object
-    distinct = distinct[:, counts.argsort(descending=True, stable=True)]
-    _, first = np.unique(distinct[:2].numpy(), axis=1, return_index=True)
-    return distinct[:, torch.from_numpy(first)]
+    united = []
+    for row in pairs[0].unique():
+        distinct, counts = pairs[:, pairs[0] == row].unique(dim=1, return_counts=True)
+        distinct = distinct[:, counts.argsort(descending=True)]
+        _, first = np.unique(distinct[1].numpy(), return_index=True)
+        united.append(distinct[:, torch.from_numpy(first)])
+    return torch.cat(united, dim=1) if united else pairs
 
 
 def _assign(cost: np.ndarray, layer: int, row: int, repeats: int) -> np.ndarray:
