@@ -36,7 +36,7 @@ KINDS = {
     "rtdetr_case": r"25",
     "rtdetr_functions_case": r"26c_",
     "rtdetr_noise_case": r"25",
-    "dfine_case": r"27[^fpq]|28[^f]",
+    "dfine_case": r"27[^f]|28[^f]",
     "dfine_functions_case": r"27f_",
     "deim_functions_case": r"28f_",
     "dfine_encoder_case": r"27[^f]|28[^bf]",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import pytest
@@ -12,26 +12,29 @@ from torch import Tensor
 from detr_bf.common.structures import Outputs, PaddedTargets, Target
 from detr_bf.detectors import Detector
 from detr_bf.detectors.denoising import NoiseDraws
-from detr_bf.interop.formats import to_foreign
+from detr_bf.interop.formats import from_foreign, to_foreign
 from detr_bf.losses import Focal, HungarianMatcher, MatchabilityAware, SetCriterion, Varifocal
+from detr_bf.losses.distributions import bins_around, side_distances
 from detr_bf.losses.postprocess import Postprocess
 from tests.golden.cases import (
     Case,
     assert_close,
     assert_gradients,
     build,
+    detector,
     family,
     features,
     gradients_by_their_name,
     num_select,
+    options,
     probe,
     samples_mask,
     targets_of,
 )
 from tests.golden.test_denoising import rtdetr_draws
+from tests.golden.test_dfine_encoder import tiny_backbone
 
 RUNS = ("step", "step_empty", "step_none", "step_many")
-KINDS = ("logits", "boxes", "corners")
 
 
 def run_or_skip(case: Case, run: str) -> None:
@@ -39,14 +42,39 @@ def run_or_skip(case: Case, run: str) -> None:
         pytest.skip(f"{case.name} has no run {run}")
 
 
+@pytest.fixture
+def model(dfine_case: Case, monkeypatch: pytest.MonkeyPatch) -> Detector:
+    """Detector of the case, with a backbone if pixels were recorded instead of its maps."""
+    if "input.images" not in dfine_case.tensors:
+        return build(dfine_case)
+    backbone = tiny_backbone(dfine_case, monkeypatch)
+    built: Detector = detector(dfine_case)(backbone, dfine_case.cfg["backbone_num_channels"], options(dfine_case))
+    built.load_state_dict(from_foreign(dfine_case.below("weights."), dfine_case.name))
+    return built
+
+
+def inputs(case: Case) -> list[Tensor]:
+    """Return images of 0 to 1, or the maps of the backbone."""
+    images = case.tensors.get("input.images")
+    return [feature.tensor for feature in features(case)] if images is None else [images.clone()]
+
+
+def detected(case: Case, model: Detector, given: Sequence[Tensor], targets: Sequence[Target] = ()) -> Outputs:
+    mask = samples_mask(case)
+    if "input.images" in case.tensors:
+        return model.detect(model.backbone(255 * given[0], mask), mask, targets)
+    maps = [replace(feature, tensor=x) for feature, x in zip(features(case), given, strict=True)]
+    return model.detect(maps, mask, targets)
+
+
 def outputs_of_run(
-    case: Case, run: str, monkeypatch: pytest.MonkeyPatch, model: Detector, maps: list[object] | None = None
+    case: Case, run: str, monkeypatch: pytest.MonkeyPatch, model: Detector, given: Sequence[Tensor] | None = None
 ) -> Outputs:
     """Run a training step's forward pass with the recorded random numbers."""
     if case.below(f"input.noise.{run}."):
         monkeypatch.setattr(NoiseDraws, "draw", lambda *_: rtdetr_draws(case, run))
-    maps = features(case) if maps is None else maps
-    return model.train().detect(maps, samples_mask(case), targets_of(case, f"input.targets.{run}."))
+    given = inputs(case) if given is None else given
+    return detected(case, model.train(), given, targets_of(case, f"input.targets.{run}."))
 
 
 def parts_of(case: Case, outputs: Outputs) -> list[tuple[str, Outputs, int]]:
@@ -110,10 +138,10 @@ def assert_all_close(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor
         assert_close(actual[name], value, relative)
 
 
-def test_evaluation(dfine_case: Case) -> None:
+def test_evaluation(dfine_case: Case, model: Detector) -> None:
     """Compare the predictions, and boxes and distributions of all layers."""
     case = dfine_case
-    outputs = build(case).eval().detect(features(case), samples_mask(case))
+    outputs = detected(case, model.eval(), inputs(case))
     assert_close(outputs.logits[-1], case.tensors["eval.pred_logits"])
     assert_close(outputs.boxes[-1], case.tensors["eval.pred_boxes"])
     assert not outputs.groups
@@ -129,19 +157,19 @@ def test_evaluation(dfine_case: Case) -> None:
 
 
 @pytest.mark.parametrize("run", RUNS)
-def test_training_outputs(dfine_case: Case, run: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_outputs(dfine_case: Case, model: Detector, run: str, monkeypatch: pytest.MonkeyPatch) -> None:
     run_or_skip(dfine_case, run)
-    outputs = outputs_of_run(dfine_case, run, monkeypatch, build(dfine_case))
+    outputs = outputs_of_run(dfine_case, run, monkeypatch, model)
     expected = dfine_case.below("train." if run == "step" else f"{run}.out.outputs.")
     found = {name: x for name, x in named(dfine_case, outputs).items() if run == "step" or "corners" not in name}
     assert_all_close(found, expected)
 
 
 @pytest.mark.parametrize("run", RUNS)
-def test_losses_and_matchings(dfine_case: Case, run: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_losses_and_matchings(dfine_case: Case, model: Detector, run: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compare weighted losses; the terms that the reference leaves out are 0 in ours."""
     run_or_skip(dfine_case, run)
-    outputs = outputs_of_run(dfine_case, run, monkeypatch, build(dfine_case))
+    outputs = outputs_of_run(dfine_case, run, monkeypatch, model)
     targets = targets_of(dfine_case, f"input.targets.{run}.")
     report = criterion(dfine_case)(outputs, targets)
     found = {their_term(dfine_case, name): x for name, x in report.weighted().items()}
@@ -151,6 +179,33 @@ def test_losses_and_matchings(dfine_case: Case, run: str, monkeypatch: pytest.Mo
     assert_all_close(found, expected)
     assert_close(report.total, dfine_case.tensors[f"{run}.out.weighted_total"])
     assert_matchings(dfine_case, run, outputs, targets)
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_targets_of_distributions(dfine_case: Case, model: Detector, run: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compare the bins of the recorded pairs of each image, or the last layer's, and of the denoising queries."""
+    run_or_skip(dfine_case, run)
+    outputs = outputs_of_run(dfine_case, run, monkeypatch, model)
+    if outputs.distributions is None:
+        return
+    targets = targets_of(dfine_case, f"input.targets.{run}.")
+    call = "go" if dfine_case.cfg.get("use_uni_set", True) else "last"
+    pairs = [dfine_case.below(f"{run}.out.indices.{call}.{row}.") for row in range(len(targets))]
+    parts = {"fgl": (outputs.distributions, [(x["src"], x["tgt"]) for x in pairs])}
+    for group, predicted in outputs.groups:
+        if group.name == "dn" and group.size:
+            known = [(objects >= 0).nonzero()[:, 0] for objects in group.assigned]
+            parts["fgl_dn"] = (
+                predicted.distributions,
+                [(x, objects[x]) for x, objects in zip(known, group.assigned, strict=True)],
+            )
+    for name, (distributions, of_images) in parts.items():
+        recorded = dfine_case.below(f"{run}.out.{name}.")
+        first = torch.cat([distributions.boxes[row, query] for row, (query, _) in enumerate(of_images)])
+        wanted = torch.cat([targets[row].boxes[target] for row, (_, target) in enumerate(of_images)])
+        left, weight = bins_around(side_distances(first, wanted), distributions.distances)
+        assert_close(left.flatten() + weight.flatten(), recorded["bins"].floor() + recorded["weight_right"], 1e-4)
+        assert_close(recorded["weight_left"], 1 - recorded["weight_right"])
 
 
 def their_term(case: Case, name: str) -> str:
@@ -184,16 +239,14 @@ def assert_matchings(case: Case, run: str, outputs: Outputs, targets: list[Targe
 
 
 @pytest.mark.parametrize("run", RUNS)
-def test_gradients_of_the_loss(dfine_case: Case, run: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compare gradients with respect to all outputs; of run ``step`` also to features and parameters."""
+def test_gradients_of_the_loss(dfine_case: Case, model: Detector, run: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compare gradients with respect to all outputs; of run ``step`` also to inputs and parameters."""
     run_or_skip(dfine_case, run)
-    model, maps = build(dfine_case), features(dfine_case)
-    for feature in maps:
-        feature.tensor.requires_grad_()
-    outputs = with_leaves(outputs_of_run(dfine_case, run, monkeypatch, model, maps))
+    given = [x.requires_grad_() for x in inputs(dfine_case)]
+    outputs = with_leaves(outputs_of_run(dfine_case, run, monkeypatch, model, given))
     criterion(dfine_case)(outputs, targets_of(dfine_case, f"input.targets.{run}.")).total.backward()
     expected = dfine_case.below(f"{run}.out.grad.")
-    expected = {name: x for name, x in expected.items() if not name.startswith("features.")}
+    expected = {name: x for name, x in expected.items() if not name.startswith(("features.", "images"))}
     for name, gradient in named(dfine_case, gradients_of(outputs)).items():
         if name in expected:
             assert_close(gradient, expected.pop(name), 1e-4)
@@ -201,9 +254,24 @@ def test_gradients_of_the_loss(dfine_case: Case, run: str, monkeypatch: pytest.M
             assert not gradient.any(), name
     assert not expected
     if run == "step":
-        assert_gradients(dfine_case, model, maps, "loss_grads")
+        assert_gradients_of_inputs(dfine_case, model, given, "loss_grads")
         assert_whole_gradients(dfine_case, model)
         assert_statistics(dfine_case, model)
+
+
+def assert_gradients_of_inputs(case: Case, model: Detector, given: Sequence[Tensor], scalar: str) -> None:
+    """Compare the gradients of parameters and of maps, or of pixels if they were recorded.
+
+    From pixels, those of the scales in the backbone are sums that cancel, with a larger rounding error.
+    """
+    if "input.images" not in case.tensors:
+        maps = [replace(feature, tensor=x) for feature, x in zip(features(case), given, strict=True)]
+        assert_gradients(case, model, maps, scalar)
+        return
+    assert_gradients(case, model, [], scalar, relative=1e-3)
+    recorded = case.tensors.get("step.out.grad.images")
+    if scalar == "loss_grads" and recorded is not None:
+        assert_close(given[0].grad, recorded, 1e-4, least=0.0)
 
 
 def assert_whole_gradients(case: Case, model: Detector) -> None:
@@ -223,15 +291,13 @@ def assert_statistics(case: Case, model: Detector) -> None:
     assert_all_close({name: found[name] for name in expected}, expected)
 
 
-def test_gradients_of_all_outputs(dfine_case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_of_all_outputs(dfine_case: Case, model: Detector, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compare the gradients of a fixed scalar of all outputs, which show where gradients are stopped."""
-    model, maps = build(dfine_case), features(dfine_case)
-    for feature in maps:
-        feature.tensor.requires_grad_()
-    total = probe(named(dfine_case, outputs_of_run(dfine_case, "step", monkeypatch, model, maps)))
+    given = [x.requires_grad_() for x in inputs(dfine_case)]
+    total = probe(named(dfine_case, outputs_of_run(dfine_case, "step", monkeypatch, model, given)))
     total.backward()
     assert total.item() == pytest.approx(dfine_case.manifest["probe"]["loss"], rel=1e-4, abs=1e-3)
-    assert_gradients(dfine_case, model, maps, "probe")
+    assert_gradients_of_inputs(dfine_case, model, given, "probe")
 
 
 def test_postprocess(dfine_case: Case) -> None:
@@ -247,14 +313,15 @@ def test_postprocess(dfine_case: Case) -> None:
 
 
 @pytest.mark.parametrize("run", RUNS)
-def test_inputs_of_denoising(dfine_case: Case, run: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inputs_of_denoising(dfine_case: Case, model: Detector, run: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compare contents, boxes, objects and mask of the denoising queries, with which theirs begin."""
     run_or_skip(dfine_case, run)
     if dfine_case.below(f"input.noise.{run}."):
         monkeypatch.setattr(NoiseDraws, "draw", lambda *_: rtdetr_draws(dfine_case, run))
-    model, maps, padding = build(dfine_case).train(), features(dfine_case), samples_mask(dfine_case)
-    memory = model.encoder(model.tokens(maps, padding))
-    queries = model.decoder.queries(memory, targets_of(dfine_case, f"input.targets.{run}."))
+    found = []
+    model.decoder.queries.register_forward_hook(lambda *passed: found.append(passed[2]))
+    detected(dfine_case, model.train(), inputs(dfine_case), targets_of(dfine_case, f"input.targets.{run}."))
+    (queries,) = found
     ((group,), main), recorded = (queries.groups, dfine_case.cfg["num_queries"]), dfine_case.below(f"{run}.dn.")
     counts = dfine_case.manifest["dn"][run] or {"dn_num_split": [0, main]}
     assert counts["dn_num_split"] == [group.size, main]
