@@ -216,7 +216,7 @@ class DistributionDecoder(Decoder):
             (group, replace(part, distributions=each))
             for (group, part), each in zip(outputs.groups, others, strict=True)
         ]
-        if self.training:
+        if self.queries.training:  # else the decoder is frozen, and has no further queries
             groups = [
                 QueryGroup("pre", sizes[0]),
                 *(replace(group, name=f"{group.name}_pre") for group in first.groups),
