@@ -95,7 +95,8 @@ def build_detector(config: DetectionConfig, num_classes: int, body: Backbone) ->
     )
     channels = body.channels[-len(model.backbone.strides) :]
     _warn_of_unused_settings(config)
-    with named("model", model, dim="hidden_dim"):
+    own = {key.rpartition(".")[2]: key for key in detector.settings if "." in key}  # several detectors have `points`
+    with named("model", model, **own, dim="hidden_dim"):
         built = detector(body, channels, options, **(chosen_options(detector.own, model) if detector.own else {}))
     add_encoder_plugins(built, config.plugins)
     if config.freeze.detector:
@@ -232,6 +233,10 @@ def build_criterion(config: DetectionConfig, *, local: bool = False) -> SetCrite
             giou_weight=loss.giou_weight,
             mask_weight=loss.mask_weight,
             dice_weight=loss.dice_weight,
+            fgl_weight=loss.fgl_weight,
+            ddf_weight=loss.ddf_weight,
+            union=loss.union,
+            box_weighting=loss.box_weighting,
             local=local,
         )
 

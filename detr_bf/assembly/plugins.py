@@ -84,7 +84,8 @@ def named(group: str, settings: Any, **renamed: str) -> Iterator[None]:
     """Prefix errors with the config key that they are about.
 
     A message that begins with a setting of ``settings`` or of a group within, or with a key of ``renamed`` (argument
-    name -> setting), is prefixed with the full key of the setting; any other with ``group``.
+    name -> setting, with that of its group if several have it), is prefixed with the full key of the setting; any
+    other with ``group``.
     """
     try:
         yield
@@ -93,8 +94,10 @@ def named(group: str, settings: Any, **renamed: str) -> Iterator[None]:
         if message.startswith(f"{group}."):
             raise
         word = message[: len(message) - len(message.lstrip("abcdefghijklmnopqrstuvwxyz_"))]
-        name = renamed.get(word, word)
-        key = next((f"{path}.{name}" for path, owner in _groups(group, settings) if hasattr(owner, name)), "")
+        *inside, name = renamed.get(word, word).split(".")
+        wanted = ".".join([group, *inside])
+        paths = (path for path, owner in _groups(group, settings) if hasattr(owner, name))
+        key = next((f"{path}.{name}" for path in paths if path == wanted or not inside), "")
         raise InputError(key + message[len(word) :] if word and key else f"{group}: {message}") from error
 
 

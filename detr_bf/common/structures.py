@@ -425,6 +425,18 @@ class Masks:
 
 
 @dataclass(frozen=True)
+class Distributions:
+    """Predicted distributions of the distances of the sides of boxes from those of a first box (D-FINE).
+
+    Distances are outwards, in units of the width or height of the first box.
+    """
+
+    logits: Tensor  # (L, R, Q, 4, N) of the bins, for left, top, right and bottom side, all decoder layers stacked
+    boxes: Tensor  # (R, Q, 4) first boxes, cx, cy, w, h, without gradient
+    distances: Tensor  # (N,) of the bins, ascending
+
+
+@dataclass(frozen=True)
 class Outputs:
     """Predictions of a detector, all decoder layers stacked, the last layer last.
 
@@ -438,7 +450,9 @@ class Outputs:
     one_class: bool = False  # class 0 means any object (proposals)
     states: Tensor | None = None  # (R, Q, C), input of the last layer's heads
     masks: Masks | None = None  # of the last layer; None without mask head
-    groups: tuple[tuple[QueryGroup, Outputs], ...] = ()  # further queries of a training step, all decoder layers
+    # Further queries of a training step, all decoder layers; further predictions of queries (D-FINE's first boxes)
+    groups: tuple[tuple[QueryGroup, Outputs], ...] = ()
+    distributions: Distributions | None = None  # of the sides of the boxes (D-FINE)
 
 
 @dataclass(frozen=True)

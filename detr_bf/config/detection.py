@@ -87,7 +87,7 @@ class OneToManyConfig:
 
 @dataclass
 class GroupsConfig:
-    """Further queries in training, not of dino, rtdetr and rtdetrv2; evaluation uses the num_queries main queries."""
+    """Further queries in training, not of dino, rtdetr, rtdetrv2 and dfine; evaluation uses only num_queries."""
 
     one_to_many: OneToManyConfig = field(default_factory=OneToManyConfig)
     group_detr: int = positive(1, 1000)  # groups of num_queries learned queries, each matched one-to-one; 1: none
@@ -104,6 +104,31 @@ class RtdetrConfig:
     points: list[int] = sizes(4)  # sampling points per query and head on a level; several: one number for each level
     sampling: str = choice("bilinear", "discrete")  # discrete: read the nearest cell, for devices without sampling
     learned_content: bool = False  # learned content of the queries instead of the features of the tokens
+    head_activation: str = choice("relu", "silu", "gelu")  # in the box heads and the positions of the queries
+    deep_position: bool = False  # three layers instead of two for the positions of the queries (DEIM)
+    deim_noise: bool = False  # denoising of DEIM: no boxes of negative size, none for batches without objects
+    as_released: bool = False  # on non-square maps: positions, cells and discrete sampling of the released code
+
+
+@dataclass
+class DfineConfig:
+    """Settings of model.name=dfine."""
+
+    encoder_dim: int | None = positive(None, WIDTH)  # channels in the hybrid encoder; null: model.hidden_dim
+    encoder_feedforward_dim: int | None = positive(None, 4 * WIDTH)  # null: model.feedforward_dim
+    expansion: float = positive(1.0, 100)  # width of the branches of the fusion in units of half the encoder's
+    fusion_blocks: int = positive(3, LAYERS)  # RepVGG blocks in each branch of the fusion
+    attention_levels: list[int] = indices()  # levels with encoder layers, 0 is the finest; empty: the coarsest
+    points: list[int] = sizes(4)  # sampling points per query and head on a level; several: one number for each level
+    sampling: str = choice("bilinear", "discrete")  # discrete: read the nearest cell, for devices without sampling
+    selection: str = choice("tokens", "pairs")  # pairs: queries from the best pairs of token and class
+    learned_content: bool = False  # learned content of the queries instead of the features of the tokens
+    head_activation: str = choice("relu", "silu", "gelu")  # in box heads, quality and positions of the queries
+    eval_layer: int | None = not_negative(None, LAYERS)  # decoder layer that predicts in evaluation; null: the last
+    layer_scale: float = positive(1.0, 100)  # width of the decoder layers after it in units of hidden_dim
+    reg_max: int = positive(32, 10_000)  # bins of a distribution, less one; even
+    up: float = positive(0.5, 1000)  # largest distance of a side, but for the outermost bins, in sizes of the box
+    reg_scale: float = positive(4.0, 1000)  # larger values space the bins more evenly; 8 in D-FINE-X
     as_released: bool = False  # on non-square maps: positions, cells and discrete sampling of the released code
 
 
@@ -126,7 +151,7 @@ class DabConfig:
 
 @dataclass
 class DenoisingConfig:
-    """Noised objects as further queries in training of dn_detr (groups), dino, rtdetr and rtdetrv2 (queries).
+    """Noised objects as further queries in training: dn_detr (groups); dino, rtdetr, rtdetrv2 and dfine (queries).
 
     In dn_detr label_noise is the probability that a label is replaced by a random one, and box_noise gives the largest
     shift and change of size as multiples of half the size and the size. In the others half of label_noise is that
@@ -136,8 +161,8 @@ class DenoisingConfig:
 
     queries: int = not_negative(100, 100_000)  # about this number in an image, by which groups are counted; 0: none
     groups: int = not_negative(5, 1000)  # copies of the objects of an image, each with its own noise; 0: none
-    label_noise: float | None = fraction(None)  # null: 0.2 for dn_detr, 0.5 for dino, rtdetr and rtdetrv2
-    box_noise: float | None = not_negative(None, 100)  # null: 0.4 for dn_detr, 1 for dino, rtdetr and rtdetrv2
+    label_noise: float | None = fraction(None)  # null: 0.2 for dn_detr, 0.5 for the others
+    box_noise: float | None = not_negative(None, 100)  # null: 0.4 for dn_detr, 1 for the others
 
 
 @dataclass
@@ -152,7 +177,7 @@ class ModelConfig:
     feedforward_dim: int = positive(2048, 4 * WIDTH)  # hidden channels of the feed-forward networks
     dropout: float = below_one(0.1)  # probability, in the layers of encoder and decoder
     pre_norm: bool = False  # layer norm before instead of after each sub-layer
-    activation: str = choice("relu", "prelu", "gelu")  # of the feed-forward networks; prelu in DAB-DETR
+    activation: str = choice("relu", "prelu", "gelu", "silu")  # of feed-forward networks; DAB-DETR: prelu, DEIM: silu
     num_queries: int = positive(100, 100_000)  # maximum number of detections per image
     aux_loss: bool = True  # add the losses of all decoder layers, not only of the last
     position_encoding: str = choice("sine", "learned")  # of the encoder tokens
@@ -163,6 +188,7 @@ class ModelConfig:
     dab: DabConfig = field(default_factory=DabConfig)
     deformable: DeformableConfig = field(default_factory=DeformableConfig)
     denoising: DenoisingConfig = field(default_factory=DenoisingConfig)
+    dfine: DfineConfig = field(default_factory=DfineConfig)
     dino: DinoConfig = field(default_factory=DinoConfig)
     groups: GroupsConfig = field(default_factory=GroupsConfig)
     rtdetr: RtdetrConfig = field(default_factory=RtdetrConfig)
@@ -281,18 +307,23 @@ class LossConfig:
 
     classification: str = choice(
         "cross_entropy", "focal", "varifocal", "mal"
-    )  # cross_entropy: not for dn_detr, dino, rtdetr and rtdetrv2; mal: matchability-aware, of DEIM
+    )  # cross_entropy: not for dn_detr, dino, rtdetr, rtdetrv2 and dfine; mal: matchability-aware, of DEIM
     class_weight: float = not_negative(1.0)  # weight of the classification loss
     bbox_weight: float = not_negative(5.0)  # weight of the L1 loss of the boxes
     giou_weight: float = not_negative(2.0)  # weight of the generalised IoU loss
     mask_weight: float = not_negative(1.0)  # weight of the focal loss of the masks; only with model.masks
     dice_weight: float = not_negative(1.0)  # weight of the Dice loss of the masks; only with model.masks
+    fgl_weight: float = not_negative(0.15)  # weight of the localisation of box sides in bins; only model.name=dfine
+    ddf_weight: float = not_negative(1.5)  # weight of the distillation of the last layer; only model.name=dfine
+    union: bool = True  # train boxes of all layers on the matched pairs of any layer; only model.name=dfine
+    box_weighting: str = choice("none", "iou", "giou")  # factor of the generalised IoU loss of each matched pair
     giou_eps: float = not_negative(0.0, 1e-3)  # added to the divisors of the generalised IoU; 1e-6 in DAB-DETR
     no_object_weight: float = not_negative(0.1)  # weight of the no-object class; only classification=cross_entropy
     focal_alpha: float = fraction(0.25)  # weight of positive targets in the focal loss
     focal_gamma: float = not_negative(2.0, 100)  # exponent of the focal loss
     varifocal_background: float = not_negative(0.75)  # weight of background in classification=varifocal
     mal_gamma: float = not_negative(1.5, 100)  # exponent of IoU and probability; only classification=mal
+    mal_background: float = not_negative(1.0)  # weight of background; only classification=mal
     matcher: MatcherConfig = field(default_factory=MatcherConfig)
 
 

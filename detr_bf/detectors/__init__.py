@@ -10,6 +10,7 @@ from detr_bf.detectors.declaration import DetectorKind
 from detr_bf.detectors.deformable_detr import deformable_detr
 from detr_bf.detectors.detector import Detector, Options
 from detr_bf.detectors.detr import detr
+from detr_bf.detectors.dfine import dfine
 from detr_bf.detectors.dino import dino
 from detr_bf.detectors.dn_detr import dn_detr
 from detr_bf.detectors.mask_head import MaskHead
@@ -25,6 +26,7 @@ DETECTORS: dict[str, DetectorKind] = {
     "dab_detr": dab_detr,
     "deformable_detr": deformable_detr,
     "detr": detr,
+    "dfine": dfine,
     "dino": dino,
     "dn_detr": dn_detr,
     "rtdetr": rtdetr,

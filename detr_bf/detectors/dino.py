@@ -144,7 +144,7 @@ class ContrastiveQueries(TokenProposals):
     def forward(self, memory: TokenBatch, targets: Sequence[Target] = ()) -> Queries:
         """Memory of R rows, targets of B images, or none -> queries; in training with a group, possibly empty."""
         tokens, logits, anchors = self.propose(memory, self.num_queries)
-        best = logits.max(-1).values.topk(self.num_queries, dim=1).indices[..., None]
+        best = self.best(logits)[..., None]
         tokens, logits, anchors = (
             part.gather(1, best.expand(-1, -1, part.shape[-1])) for part in (tokens, logits, anchors)
         )
@@ -159,6 +159,10 @@ class ContrastiveQueries(TokenProposals):
         if not self.training or not self.denoising.queries:
             return queries
         return self._with_noised_objects(queries, memory, targets)
+
+    def best(self, logits: Tensor) -> Tensor:
+        """Class logits (R, S, K) -> tokens (R, Q) that become queries."""
+        return logits.max(-1).values.topk(self.num_queries, dim=1).indices
 
     def _with_noised_objects(self, queries: Queries, memory: TokenBatch, targets: Sequence[Target]) -> Queries:
         """Append the denoising group, with the same noise in both streams."""

@@ -8,9 +8,10 @@ Shape legend: B images, R rows (streams x B), S tokens of all levels, N levels, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from types import MappingProxyType
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from detr_bf.common.errors import InputError
 from detr_bf.common.structures import TokenBatch
 from detr_bf.detectors.smca_multi_scale import as_maps, as_tokens
-from detr_bf.transformer import Encoder
+from detr_bf.transformer import Encoder, FeatureTokens
 
 
 def cell_position(height: int, width: int, dim: int, *, temperature: float, released: bool = False) -> Tensor:
@@ -50,6 +51,7 @@ class HybridEncoder(nn.Module):
     Args:
         fusion: maps (B, C, h, w), from fine to coarse -> maps of the same sizes.
         projections: one per level, (B, C, h, w) -> (B, C', h, w).
+        finer: encoder layers over further levels, by the index of the level; without batch attention.
         temperature: longest wavelength of the position encoding in cells / 2 pi.
         released_position: see :func:`cell_position`.
     """
@@ -60,6 +62,7 @@ class HybridEncoder(nn.Module):
         fusion: nn.Module,
         projections: Sequence[nn.Module],
         *,
+        finer: Mapping[int, Encoder] = MappingProxyType({}),
         temperature: float = 10000.0,
         released_position: bool = False,
     ) -> None:
@@ -67,21 +70,26 @@ class HybridEncoder(nn.Module):
         self.encoder = encoder
         self.fusion = fusion
         self.projections = nn.ModuleList(projections)
+        self.finer = nn.ModuleList(finer.values())
+        self.finer_levels = tuple(finer)
         self.temperature = temperature
         self.released_position = released_position
 
     def forward(self, batch: TokenBatch) -> TokenBatch:
         """Tokens (B, S, C) of all levels -> memory (R, S, C')."""
         *finer, _ = as_maps(batch.tokens, batch.static["spatial_shapes"])
-        coarsest: TokenBatch = self.encoder(self._coarsest(batch))
+        for level, layers in zip(self.finer_levels, self.finer, strict=True):
+            encoded = layers(self._level(batch, level))
+            (finer[level],) = as_maps(encoded.tokens, encoded.static["spatial_shapes"])
+        coarsest: TokenBatch = self.encoder(self._level(batch, len(finer)))
         images, streams = coarsest.num_images, list[Tensor]()
         count = coarsest.num_streams + (1 if coarsest.references else 0)  # parts of as many rows as there are images
         parts = coarsest.tokens.chunk(count) if count > 1 else (coarsest.tokens,)
         for number, tokens in enumerate(parts):
             is_reference = number == coarsest.num_streams
             with without_updating_statistics(self) if streams else nullcontext():
-                (encoded,) = as_maps(tokens, coarsest.static["spatial_shapes"])
-                fused = self.fusion([*(x[images:] if is_reference else x[:images] for x in finer), encoded])
+                (last,) = as_maps(tokens, coarsest.static["spatial_shapes"])
+                fused = self.fusion([*(x[images:] if is_reference else x[:images] for x in finer), last])
                 streams.append(as_tokens([layer(x) for layer, x in zip(self.projections, fused, strict=True)]))
         kept = batch if coarsest.references else batch.without_references()
         memory = kept.with_tokens(torch.cat(streams[:1] + streams[coarsest.num_streams :]))
@@ -92,21 +100,29 @@ class HybridEncoder(nn.Module):
             return memory
         return former(memory, layer=len(self.encoder.layers), position=former.position)
 
-    def _coarsest(self, batch: TokenBatch) -> TokenBatch:
-        """Return the tokens of the last level, with their positions."""
-        height, width = batch.static["spatial_shapes"][-1]
-        tokens = batch.tokens[:, -height * width :]
+    def _level(self, batch: TokenBatch, level: int) -> TokenBatch:
+        """Return the tokens of one level, with their positions."""
+        shapes = batch.static["spatial_shapes"]
+        height, width = shapes[level]
+        start = sum(h * w for h, w in shapes[:level])
+        cells = slice(start, start + height * width)
+        tokens = batch.tokens[:, cells]
         position = cell_position(
             height, width, tokens.shape[2], temperature=self.temperature, released=self.released_position
         )
         companions = {
             **batch.per_sample,
-            "padding_mask": batch.per_sample["padding_mask"][:, -height * width :],
-            "valid_ratios": batch.per_sample["valid_ratios"][:, -1:],
+            "padding_mask": batch.per_sample["padding_mask"][:, cells],
+            "valid_ratios": batch.per_sample["valid_ratios"][:, level : level + 1],
             "position": position.to(tokens).expand_as(tokens),
         }
         static = {**batch.static, "spatial_shapes": ((height, width),)}
         return replace(batch, tokens=tokens, per_sample=companions, static=static)
+
+
+def projected_tokens(channels: Sequence[int], width: int, strides: Sequence[int] | None) -> FeatureTokens:
+    """Build the tokens of maps of ``channels``, each projected to ``width``, without positions."""
+    return FeatureTokens([NormedConvolution(count, width) for count in channels], None, strides=strides)
 
 
 @contextmanager
@@ -139,10 +155,18 @@ class NormedConvolution(nn.Sequential):
     """Convolution without bias, batch norm, and an activation or none: (B, C, h, w) -> (B, C', h', w')."""
 
     def __init__(
-        self, in_channels: int, channels: int, kernel: int = 1, stride: int = 1, activation: nn.Module | None = None
+        self,
+        in_channels: int,
+        channels: int,
+        kernel: int = 1,
+        stride: int = 1,
+        activation: nn.Module | None = None,
+        *,
+        groups: int = 1,
     ) -> None:
         super().__init__()
-        self.convolution = nn.Conv2d(in_channels, channels, kernel, stride, padding=kernel // 2, bias=False)
+        padding = kernel // 2
+        self.convolution = nn.Conv2d(in_channels, channels, kernel, stride, padding, groups=groups, bias=False)
         self.norm = CheckedNorm(channels)
         self.activation = activation or nn.Identity()
 
@@ -160,21 +184,21 @@ class RepVggBlock(nn.Module):
 
 
 class FusionBlock(nn.Module):
-    """Fusion of two maps that are concatenated: a path of RepVGG blocks and a shortcut, (B, 2 C, h, w) -> (B, C, h, w).
+    """Path of RepVGG blocks and a shortcut: (B, C, h, w) -> (B, C', h, w).
 
     Args:
-        expansion: width of the blocks as a share of C; 1 has no convolution after the sum.
+        expansion: width of the blocks as a share of C'; 1 has no convolution after the sum.
 
     Raises:
         InputError: ``expansion`` leaves no channel.
     """
 
-    def __init__(self, dim: int, *, expansion: float = 1.0, blocks: int = 3) -> None:
+    def __init__(self, in_channels: int, dim: int, *, expansion: float = 1.0, blocks: int = 3) -> None:
         super().__init__()
         hidden = int(dim * expansion)
         if hidden < 1:
             raise InputError(f"expansion={expansion} of {dim} channels leaves none: give at least 1/{dim}")
-        self.enter, self.shortcut = (NormedConvolution(2 * dim, hidden, activation=nn.SiLU()) for _ in range(2))
+        self.enter, self.shortcut = (NormedConvolution(in_channels, hidden, activation=nn.SiLU()) for _ in range(2))
         self.blocks = nn.Sequential(*(RepVggBlock(hidden) for _ in range(blocks)))
         self.leave = NormedConvolution(hidden, dim, activation=nn.SiLU()) if hidden != dim else nn.Identity()
 
@@ -183,16 +207,28 @@ class FusionBlock(nn.Module):
 
 
 class CrossScaleFusion(nn.Module):
-    """Fusion of every map with the next coarser one, then of every result with the next finer one."""
+    """Fusion of every map with the next coarser one, then of every result with the next finer one.
 
-    def __init__(self, dim: int, levels: int, *, expansion: float = 1.0, blocks: int = 3) -> None:
+    Args:
+        lateral: builds the layer before a map is enlarged, (B, C, h, w) -> (B, C, h, w).
+        down: builds the layer that halves the resolution, (B, C, 2 h, 2 w) -> (B, C, h, w).
+        fuse: builds the layer over two maps that are concatenated, (B, 2 C, h, w) -> (B, C, h, w).
+    """
+
+    def __init__(
+        self,
+        levels: int,
+        *,
+        lateral: Callable[[], nn.Module],
+        down: Callable[[], nn.Module],
+        fuse: Callable[[], nn.Module],
+    ) -> None:
         super().__init__()
         steps = range(levels - 1)
-        silu = nn.SiLU()
-        self.lateral = nn.ModuleList(NormedConvolution(dim, dim, activation=silu) for _ in steps)  # from the coarsest
-        self.finer = nn.ModuleList(FusionBlock(dim, expansion=expansion, blocks=blocks) for _ in steps)
-        self.down = nn.ModuleList(NormedConvolution(dim, dim, 3, 2, activation=silu) for _ in steps)  # from the finest
-        self.coarser = nn.ModuleList(FusionBlock(dim, expansion=expansion, blocks=blocks) for _ in steps)
+        self.lateral = nn.ModuleList(lateral() for _ in steps)  # from the coarsest
+        self.finer = nn.ModuleList(fuse() for _ in steps)
+        self.down = nn.ModuleList(down() for _ in steps)  # from the finest
+        self.coarser = nn.ModuleList(fuse() for _ in steps)
 
     def forward(self, maps: Sequence[Tensor]) -> list[Tensor]:
         """Maps (B, C, h, w), from fine to coarse -> maps of the same sizes."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import torch
 from torch import nn
 
 from detr_bf.common.errors import InputError
@@ -23,6 +22,7 @@ from detr_bf.transformer import (
     QueryAttention,
     TokenAttention,
 )
+from detr_bf.transformer.attention import MultiHeadAttention
 from detr_bf.transformer.blocks import MLP
 from detr_bf.transformer.position import LearnedPosition, SinePosition
 
@@ -66,8 +66,13 @@ def encoder_layer(options: Options, attention: nn.Module) -> EncoderLayer:
     )
 
 
-def decoder_layer(options: Options, self_attention: nn.Module, cross_attention: nn.Module) -> DecoderLayer:
-    """Build a decoder layer around its two attentions."""
+def decoder_layer(
+    options: Options,
+    self_attention: nn.Module,
+    cross_attention: nn.Module,
+    cross_residual: nn.Module | None = None,
+) -> DecoderLayer:
+    """Build a decoder layer around its two attentions; ``cross_residual`` as of DecoderLayer."""
     return DecoderLayer(
         self_attention,
         cross_attention,
@@ -76,6 +81,7 @@ def decoder_layer(options: Options, self_attention: nn.Module, cross_attention: 
         dropout=options.dropout,
         pre_norm=options.pre_norm,
         activation=options.activation,
+        cross_residual=cross_residual,
     )
 
 
@@ -88,6 +94,29 @@ def encoder(options: Options, layers: Sequence[nn.Module], position_scale: nn.Mo
         activation_checkpointing=options.activation_checkpointing,
         position_scale=position_scale,
     )
+
+
+def encoder_with_default_weights(options: Options) -> Encoder:
+    """Build DETR's encoder with torch's initialisation, which the authors of RT-DETR and D-FINE kept."""
+    layers = []
+    for _ in range(options.encoder_layers):
+        attention = TokenAttention(options.hidden_dim, heads=options.heads, dropout=options.dropout)
+        layers.append(encoder_layer(options, attention))
+        default_attention(attention.attention)
+        default_linear(layers[-1].feed_forward.expand, layers[-1].feed_forward.contract)
+    return encoder(options, layers)
+
+
+def default_attention(attention: MultiHeadAttention) -> None:
+    """Initialise the output projection as torch's multi-head attention does."""
+    default_linear(attention.out)
+    nn.init.zeros_(attention.out.bias)
+
+
+def default_linear(*layers: nn.Linear) -> None:
+    """Initialise linear layers as torch does."""
+    for layer in layers:
+        layer.reset_parameters()
 
 
 def projection(in_channels: int, options: Options, *, norm: bool, kernel: int = 1, stride: int = 1) -> nn.Module:
@@ -125,15 +154,17 @@ def class_head(options: Options) -> nn.Linear:
     return head
 
 
-def box_head(options: Options) -> MLP:
+def box_head(options: Options, outputs: int = 4, activation: str = "relu") -> MLP:
     """Build the box head, a three-layer perceptron."""
-    return MLP([options.hidden_dim] * 3 + [4])
+    return MLP([options.hidden_dim] * 3 + [outputs], activation)
 
 
-def zero_init_box_head(options: Options, *, size_logit: float = 0.0) -> MLP:
+def zero_init_box_head(options: Options, *, size_logit: float = 0.0, outputs: int = 4, activation: str = "relu") -> MLP:
     """Build a box head that initially returns the reference itself; ``size_logit`` is added to width and height."""
-    head = box_head(options)
+    head = box_head(options, outputs, activation)
     *_, weight, bias = head.parameters()
     nn.init.zeros_(weight)
-    bias.data.copy_(torch.tensor([0.0, 0.0, size_logit, size_logit]))
+    nn.init.zeros_(bias)
+    if size_logit:
+        nn.init.constant_(bias[2:], size_logit)
     return head

@@ -5,8 +5,10 @@ Shape legend: B images, R rows (streams x B), Q queries, D denoising queries, S 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -20,17 +22,24 @@ from detr_bf.detectors.deformable_detr import DeformableMemoryAttention
 from detr_bf.detectors.denoising import EMPTY, ContrastiveDenoising, DenoisingSlots
 from detr_bf.detectors.detector import Detector, Options
 from detr_bf.detectors.dino import DENOISING, ContrastiveQueries
-from detr_bf.detectors.hybrid_encoder import CrossScaleFusion, HybridEncoder, NormedConvolution
+from detr_bf.detectors.hybrid_encoder import (
+    CrossScaleFusion,
+    FusionBlock,
+    HybridEncoder,
+    NormedConvolution,
+    projected_tokens,
+)
 from detr_bf.detectors.parts import (
     class_head,
     decoder_layer,
-    encoder,
-    encoder_layer,
+    default_attention,
+    default_linear,
+    encoder_with_default_weights,
     query_attention,
     zero_init_box_head,
 )
-from detr_bf.transformer import Decoder, DecoderLayer, FeatureTokens, Heads, TokenAttention
-from detr_bf.transformer.attention import DeformableAttention, MultiHeadAttention
+from detr_bf.transformer import Decoder, DecoderLayer, Heads
+from detr_bf.transformer.attention import DeformableAttention
 from detr_bf.transformer.blocks import MLP, full_precision, xavier
 
 
@@ -45,6 +54,10 @@ class RtdetrOptions:
         points: sampling points per head, of all levels or of each (RT-DETRv2).
         sampling: ``bilinear``, or ``discrete`` to read whole cells (RT-DETRv2).
         learned_content: learned content of the queries instead of the tokens' features.
+        head_activation: activation in the box heads and of the positions of the queries; SiLU in DEIM.
+        deep_position: three layers, of which none is wider, for the positions of the queries, as in DEIM.
+        deim_noise: make noised boxes with a negative width or height positive, and leave out the denoising of batches
+            without objects, as in DEIM (Huang et al. 2024, arXiv 2412.04234).
         denoising: settings of the noised objects in training.
         as_released: on maps that are not square, use the positions and the discrete sampling of the released code, and
             count whole cells (see :class:`~detr_bf.transformer.FeatureTokens`), as without ``options.strides``.
@@ -59,6 +72,9 @@ class RtdetrOptions:
     points: int | Sequence[int] = setting("rtdetr.points", 4)
     sampling: str = setting("rtdetr.sampling", "bilinear")
     learned_content: bool = setting("rtdetr.learned_content", False)
+    head_activation: str = setting("rtdetr.head_activation", "relu")
+    deep_position: bool = setting("rtdetr.deep_position", False)
+    deim_noise: bool = setting("rtdetr.deim_noise", False)
     as_released: bool = setting("rtdetr.as_released", False)
 
 
@@ -83,18 +99,24 @@ def rtdetr(backbone: nn.Module, channels: Sequence[int], options: Options, own: 
     layers = [_decoder_layer(options, own, _points(own, levels)) for _ in range(options.decoder_layers)]
     return Detector(
         backbone,
-        tokens=FeatureTokens(
-            [NormedConvolution(count, width) for count in channels],
-            None,
-            strides=None if own.as_released else options.strides,
-        ),
+        tokens=projected_tokens(channels, width, None if own.as_released else options.strides),
         encoder=_hybrid_encoder(inner, own, [NormedConvolution(width, dim) for _ in channels]),
         decoder=Decoder(
             layers,
-            queries=SelectedQueries(options, own),
-            heads=Heads(*([head(options) for _ in layers] for head in (class_head, zero_init_box_head))),
+            queries=SelectedQueries(
+                options,
+                learned_content=own.learned_content,
+                denoising=own.denoising,
+                activation=own.head_activation,
+                dummy=own.version == 2 and not own.deim_noise,
+                positive_sizes=own.deim_noise,
+            ),
+            heads=Heads(
+                [class_head(options) for _ in layers],
+                [zero_init_box_head(options, activation=own.head_activation) for _ in layers],
+            ),
             norm=nn.LayerNorm(dim) if options.pre_norm else None,
-            update_queries=BoxPosition(dim),
+            update_queries=BoxPosition(dim, activation=own.head_activation, deep=own.deep_position),
             refine=True,
             look_forward_twice=True,
             batch_former=options.query_batch_former,
@@ -132,64 +154,80 @@ def _decoder_layer(options: Options, own: RtdetrOptions, points: Sequence[int]) 
         released_cells=own.as_released,
     )
     self_attention = query_attention(options)
-    _default_attention(self_attention.attention)
+    default_attention(self_attention.attention)
     layer = decoder_layer(options, self_attention, DeformableMemoryAttention(attention))
     if own.version == 1:
-        _default_linear(layer.feed_forward.expand, layer.feed_forward.contract)
+        default_linear(layer.feed_forward.expand, layer.feed_forward.contract)
     return layer
 
 
 def _hybrid_encoder(options: Options, own: RtdetrOptions, projections: Sequence[nn.Module]) -> HybridEncoder:
     """Build the encoder of width ``options.hidden_dim`` with ``projections`` to the width of the decoder."""
-    width = options.hidden_dim
-    layers = []
-    for _ in range(options.encoder_layers):
-        attention = TokenAttention(width, heads=options.heads, dropout=options.dropout)
-        layers.append(encoder_layer(options, attention))
-        _default_attention(attention.attention)
-        _default_linear(layers[-1].feed_forward.expand, layers[-1].feed_forward.contract)
+    width, silu = options.hidden_dim, nn.SiLU()
+    layers = encoder_with_default_weights(options)
     if own.version == 2:
         for projection in projections:
             xavier(projection)
+    fusion = CrossScaleFusion(
+        len(projections),
+        lateral=partial(NormedConvolution, width, width, activation=silu),
+        down=partial(NormedConvolution, width, width, 3, 2, silu),
+        fuse=partial(FusionBlock, 2 * width, width, expansion=own.expansion, blocks=own.fusion_blocks),
+    )
     return HybridEncoder(
-        encoder(options, layers),
-        CrossScaleFusion(width, len(projections), expansion=own.expansion, blocks=own.fusion_blocks),
+        layers,
+        fusion,
         projections,
         temperature=options.position_temperature,
         released_position=own.as_released,
     )
 
 
-def _default_attention(attention: MultiHeadAttention) -> None:
-    """Initialise the output projection as torch's multi-head attention does."""
-    _default_linear(attention.out)
-    nn.init.zeros_(attention.out.bias)
-
-
-def _default_linear(*layers: nn.Linear) -> None:
-    for layer in layers:
-        layer.reset_parameters()
-
-
 class BoxPosition(nn.Module):
-    """Position of every query from its reference box, before every layer (``query_pos_head`` of the authors' code)."""
+    """Position of every query from its reference box, before every layer (``query_pos_head`` of the authors' code).
 
-    def __init__(self, dim: int) -> None:
+    Args:
+        limit: largest absolute value.
+        deep: three layers, of which none is wider.
+    """
+
+    def __init__(self, dim: int, *, activation: str = "relu", deep: bool = False, limit: float = math.inf) -> None:
         super().__init__()
-        self.head = xavier(MLP([4, 2 * dim, dim]))
+        self.head = MLP([4, dim, dim, dim] if deep else [4, 2 * dim, dim], activation)
+        for layer in self.head.layers[:2]:
+            xavier(layer)
+        self.limit = limit
 
     def forward(self, layer: int, queries: Queries, memory: TokenBatch) -> Queries:
         assert queries.reference is not None
-        return replace(queries, position=full_precision(self.head, queries.reference).to(queries.content.dtype))
+        position = full_precision(self.head, queries.reference)
+        if self.limit < math.inf:
+            position = position.clamp(-self.limit, self.limit)
+        return replace(queries, position=position.to(queries.content.dtype))
 
 
 class SelectedQueries(ContrastiveQueries):
     """The tokens with the best logit of any class become queries (IoU-aware query selection, section 4.3).
 
     The selected predictions are trained as those of a decoder layer; varifocal loss makes their logits follow the IoU.
+
+    Args:
+        learned_content: learn the contents; otherwise they are those of the tokens, without gradient.
+        activation: in the box head of the tokens.
+        positive_sizes: make noised boxes with a negative width or height positive, instead of without extent.
+        denoising, dummy: as of :class:`ContrastiveQueries`.
     """
 
-    def __init__(self, options: Options, own: RtdetrOptions) -> None:
+    def __init__(
+        self,
+        options: Options,
+        *,
+        learned_content: bool,
+        denoising: ContrastiveDenoising,
+        activation: str = "relu",
+        dummy: bool = False,
+        positive_sizes: bool = False,
+    ) -> None:
         super().__init__(
             options.num_queries,
             options.hidden_dim,
@@ -197,12 +235,14 @@ class SelectedQueries(ContrastiveQueries):
             # The last row belongs to slots without an object.
             labels=nn.Embedding(options.num_logits + 1, options.hidden_dim, padding_idx=options.num_logits),
             class_head=class_head(options),
-            box_head=zero_init_box_head(options),
-            mixed_selection=own.learned_content,
-            denoising=own.denoising,
-            dummy=own.version == 2,
+            box_head=zero_init_box_head(options, activation=activation),
+            mixed_selection=learned_content,
+            denoising=denoising,
+            dummy=dummy,
         )
+        self.positive_sizes = positive_sizes
 
     def _noised_objects(self, slots: DenoisingSlots) -> tuple[Tensor, Tensor]:
         content = self.labels(torch.where(slots.labels == EMPTY, self.labels.num_embeddings - 1, slots.labels))
-        return content, inverse_sigmoid(slots.boxes).sigmoid()
+        boxes = slots.boxes.abs() if self.positive_sizes else slots.boxes
+        return content, inverse_sigmoid(boxes).sigmoid()

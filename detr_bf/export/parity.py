@@ -185,8 +185,13 @@ def _with_selections(path: Path) -> tuple[bytes, list[str]]:
 
 
 def selection_names(onnx_model: Any) -> list[str]:
-    """Return the names of the tensors with the indices of chosen tokens and detections, in order of computation."""
-    return [node.output[1] for node in onnx_model.graph.node if node.op_type == "TopK"]
+    """Return the names of the tensors with the indices of chosen tokens and detections, in order of computation.
+
+    Sorting is the same operation; its indices are not used.
+    """
+    nodes = onnx_model.graph.node
+    used = {name for node in nodes for name in node.input} | {output.name for output in onnx_model.graph.output}
+    return [node.output[1] for node in nodes if node.op_type == "TopK" and node.output[1] in used]
 
 
 class GivenSelections(TorchFunctionMode):

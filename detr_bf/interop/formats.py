@@ -56,7 +56,7 @@ def _hugging_face(name: str, rules: Table, signs: tuple[str, ...]) -> Iterator[F
 
 
 def _rtdetr() -> Iterator[Format]:
-    """Yield the formats of both versions of RT-DETR: the authors' and Hugging Face's."""
+    """Yield the formats of both versions of RT-DETR, the authors' and Hugging Face's, and of D-FINE."""
     signs = ("decoder.dec_score_head.0", "encoder.fpn_blocks.0", "encoder.encoder.0.layers.0")
     buffers = ("decoder.anchors", "decoder.valid_mask")  # of one image size
     for name, rules, own in (
@@ -65,6 +65,9 @@ def _rtdetr() -> Iterator[Format]:
     ):
         title = f"official {name.replace('rtdetr', 'RT-DETR')}"
         yield Format(name, rules, (*signs, *own), title, "ema.module", ignored=buffers)
+    dfine = ("encoder.input_proj.0.conv", _SCALE, "decoder.pre_bbox_head", "decoder.decoder.lqe_layers.0")
+    title = "official D-FINE or DEIM on it"
+    yield Format("dfine", official.official_dfine, (*signs, *dfine), title, "ema.module", ignored=buffers)
     signs = ("model.encoder.fpn_blocks.0", r"model\.encoder\.(aifi|encoder)\.0\.layers\.0", "model.enc_score_head")
     scale = "model.decoder.layers.0.encoder_attn.n_points_scale"
     yield Format("hf_rtdetr", huggingface.hf_rtdetr, signs, "Hugging Face RT-DETR", None, ())

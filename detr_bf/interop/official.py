@@ -1,10 +1,10 @@
 """Name tables of the authors' repositories and of detectron2.
 
 The repositories are DETR, Conditional DETR, SMCA, Deformable DETR and their BatchFormerV2 forks, H-DETR, DAB-DETR,
-DN-DETR, DINO and RT-DETR; two foreign names for one of ours mean that their code refers to the same module twice.
-Inside detectron2 there are our adapter and official DETR's wrapper. Detectron2's ResNets are torchvision's under other
-names if their bottlenecks have the stride in the 3 x 3 convolution (``MODEL.RESNETS.STRIDE_IN_1X1: False``). This
-module does not import detectron2.
+DN-DETR, DINO, RT-DETR and D-FINE; two foreign names for one of ours mean that their code refers to the same module
+twice. Inside detectron2 there are our adapter and official DETR's wrapper. Detectron2's ResNets are torchvision's under
+other names if their bottlenecks have the stride in the 3 x 3 convolution (``MODEL.RESNETS.STRIDE_IN_1X1: False``).
+This module does not import detectron2.
 """
 
 from __future__ import annotations
@@ -211,25 +211,73 @@ def official_rtdetrv2(layout: Layout) -> Iterator[NameRule]:
 
 def _rtdetr(layout: Layout, projection: Sequence[tuple[str, str]], proposal: tuple[str, str]) -> Iterator[NameRule]:
     yield from _resnet_vd()
+    yield from _hybrid_encoder(layout, projection)
+    yield from rtdetr_fusion("encoder")
+    yield from rtdetr_queries("decoder", "decoder", proposal)
+    yield from _rtdetr_layers(layout)
+    for layer in range(layout.decoder_layers):
+        theirs, ours = f"decoder.decoder.layers.{layer}", f"decoder.layers.{layer}"
+        yield rename(f"{theirs}.norm2", f"{ours}.cross_residual.norm")
+
+
+def _hybrid_encoder(layout: Layout, projection: Sequence[tuple[str, str]]) -> Iterator[NameRule]:
+    """Yield the rules of the projections and of the encoder layers, those of the coarsest level last in their list."""
     for level in range(RTDETR_LEVELS):
         yield from normed_convolution(f"encoder.input_proj.{level}", f"tokens.projections.{level}", projection)
         yield from normed_convolution(f"decoder.input_proj.{level}", f"encoder.projections.{level}")
-    for layer in range(layout.encoder_layers):
-        theirs, ours = f"encoder.encoder.0.layers.{layer}", f"encoder.encoder.layers.{layer}"
-        yield from _packed(f"{theirs}.self_attn", f"{ours}.attention.attention")
-        yield from _feed_forward(theirs, ours, norm="norm2")
-        yield rename(f"{theirs}.norm1", f"{ours}.attention_residual.norm")
-    yield from rtdetr_fusion("encoder")
-    yield from rtdetr_queries("decoder", "decoder", proposal)
+    encoders = [*(f"encoder.finer.{index}" for index in range(layout.finer_encoders)), "encoder.encoder"]
+    for index, encoder in enumerate(encoders):
+        for layer in range(layout.encoder_layers):
+            theirs, ours = f"encoder.encoder.{index}.layers.{layer}", f"{encoder}.layers.{layer}"
+            yield from _packed(f"{theirs}.self_attn", f"{ours}.attention.attention")
+            yield from _feed_forward(theirs, ours, norm="norm2")
+            yield rename(f"{theirs}.norm1", f"{ours}.attention_residual.norm")
+
+
+def _rtdetr_layers(layout: Layout) -> Iterator[NameRule]:
+    """Yield the rules of the decoder layers and heads of RT-DETR and D-FINE without the norms that differ."""
     for layer in range(layout.decoder_layers):
         theirs, ours = f"decoder.decoder.layers.{layer}", f"decoder.layers.{layer}"
         yield from _packed(f"{theirs}.self_attn", f"{ours}.self_attention.attention")
         yield from deformable_attention(f"{theirs}.cross_attn", f"{ours}.cross_attention.attention")
         yield from _feed_forward(theirs, ours, norm="norm3")
         yield rename(f"{theirs}.norm1", f"{ours}.self_residual.norm")
-        yield rename(f"{theirs}.norm2", f"{ours}.cross_residual.norm")
         yield rename(f"decoder.dec_score_head.{layer}", f"decoder.heads.classes.{layer}")
         yield rename(f"decoder.dec_bbox_head.{layer}", f"decoder.heads.boxes.{layer}")
+
+
+def official_dfine(layout: Layout) -> Iterator[NameRule]:
+    """Peterande/D-FINE and ShihuaHuang95/DEIM on it, without the anchors of one image size."""
+    yield rename("backbone.stem", f"{BODY}.stem")
+    for stage in range(4):
+        yield rename(f"backbone.stages.{stage}", f"{BODY}.stages_{stage}")
+    yield from _hybrid_encoder(layout, NORMED)
+    yield from _dfine_fusion()
+    yield from rtdetr_queries("decoder", "decoder", ("proj", "norm"))
+    yield from _rtdetr_layers(layout)
+    yield rename("decoder.pre_bbox_head", "decoder.heads.first_box")
+    for name in ("up", "reg_scale"):
+        yield rename([f"decoder.{name}", f"decoder.decoder.{name}"], f"decoder.{name}")
+    for layer in range(layout.decoder_layers):
+        theirs, ours = f"decoder.decoder.layers.{layer}", f"decoder.layers.{layer}"
+        yield rename(f"{theirs}.gateway", f"{ours}.cross_residual")
+        yield rename(f"{theirs}.cross_attn.num_points_scale", f"{ours}.cross_attention.attention.scale")
+        yield rename(f"decoder.decoder.lqe_layers.{layer}.reg_conf", f"decoder.heads.quality.{layer}")
+
+
+def _dfine_fusion() -> Iterator[NameRule]:
+    for step in range(RTDETR_LEVELS - 1):
+        yield from normed_convolution(f"encoder.lateral_convs.{step}", f"encoder.fusion.lateral.{step}")
+        for number in range(2):
+            theirs = f"encoder.downsample_convs.{step}.0.cv{number + 1}"
+            yield from normed_convolution(theirs, f"encoder.fusion.down.{step}.{number}")
+        for name, part in (("fpn_blocks", "finer"), ("pan_blocks", "coarser")):
+            theirs, ours = f"encoder.{name}.{step}", f"encoder.fusion.{part}.{step}"
+            yield from normed_convolution(f"{theirs}.cv1", f"{ours}.enter")
+            yield from normed_convolution(f"{theirs}.cv4", f"{ours}.leave")
+            for own, branch in (("cv2", "first"), ("cv3", "second")):
+                yield from _fusion_block(f"{theirs}.{own}.0", f"{ours}.{branch}.0")
+                yield from normed_convolution(f"{theirs}.{own}.1", f"{ours}.{branch}.1")
 
 
 def _resnet_vd() -> Iterator[NameRule]:
@@ -263,13 +311,17 @@ def rtdetr_fusion(encoder: str) -> Iterator[NameRule]:
         for name, part in (("lateral_convs", "lateral"), ("downsample_convs", "down")):
             yield from normed_convolution(f"{encoder}.{name}.{step}", f"encoder.fusion.{part}.{step}")
         for name, part in (("fpn_blocks", "finer"), ("pan_blocks", "coarser")):
-            theirs, ours = f"{encoder}.{name}.{step}", f"encoder.fusion.{part}.{step}"
-            for number, place in (("1", "enter"), ("2", "shortcut"), ("3", "leave")):
-                yield from normed_convolution(f"{theirs}.conv{number}", f"{ours}.{place}")
-            for block in range(FUSION_BLOCKS):
-                for number, place in (("1", "wide"), ("2", "narrow")):
-                    inside = f"{theirs}.bottlenecks.{block}.conv{number}"
-                    yield from normed_convolution(inside, f"{ours}.blocks.{block}.{place}")
+            yield from _fusion_block(f"{encoder}.{name}.{step}", f"encoder.fusion.{part}.{step}")
+
+
+def _fusion_block(theirs: str, ours: str) -> Iterator[NameRule]:
+    for number, place in (("1", "enter"), ("2", "shortcut"), ("3", "leave")):
+        yield from normed_convolution(f"{theirs}.conv{number}", f"{ours}.{place}")
+    for block in range(FUSION_BLOCKS):
+        for number, place in (("1", "wide"), ("2", "narrow")):
+            yield from normed_convolution(
+                f"{theirs}.bottlenecks.{block}.conv{number}", f"{ours}.blocks.{block}.{place}"
+            )
 
 
 def normed_convolution(theirs: str, ours: str, names: Sequence[tuple[str, str]] = NORMED) -> Iterator[NameRule]:

@@ -212,6 +212,19 @@ def _rtdetr() -> Iterator[PublishedWeights]:
         yield PublishedWeights(name, recipe, settings, page, f"{base}/{file}", "apache-2.0")
 
 
+def _dfine() -> Iterator[PublishedWeights]:
+    page, base = (
+        "https://github.com/Peterande/D-FINE",
+        "https://github.com/Peterande/storage/releases/download/dfinev1.0",
+    )
+    for name, file in (
+        *((f"dfine_{size}", f"dfine_{size}_coco") for size in "nsmlx"),
+        *((f"dfine_{size}_o365", f"dfine_{size}_obj2coco") for size in "smx"),
+        ("dfine_l_o365", "dfine_l_obj2coco_e25"),
+    ):
+        yield PublishedWeights(name, name.removesuffix("_o365"), (), page, f"{base}/{file}.pth", "apache-2.0")
+
+
 def _hugging_face() -> Iterator[PublishedWeights]:
     """Yield files ``model.safetensors`` of transformers, under a name of ours if there is no file of the authors."""
     for name, hub_id, recipe, settings, megabytes, sha256 in (
@@ -285,6 +298,14 @@ def _by_hand() -> Iterator[PublishedWeights]:
             (("deformable_detr_r50_single_scale", ()),),
         ),
         (
+            "https://github.com/ShihuaHuang95/DEIM",
+            "apache-2.0",
+            tuple(
+                (f"deim_{name}", ())
+                for name in (*(f"dfine_{size}" for size in "nsmlx"), "rtdetrv2_r18", "rtdetrv2_r50")
+            ),
+        ),
+        (
             "https://github.com/zhihou7/BatchFormer",
             "",
             (("detr_r50_bfv2", ()), ("conditional_detr_r50_bfv2", ()), ("deformable_detr_r50_bfv2", ())),
@@ -294,5 +315,5 @@ def _by_hand() -> Iterator[PublishedWeights]:
             yield PublishedWeights(name, name.removesuffix("_3pat"), settings, page, "", licence)
 
 
-_ROWS = (_detr, _conditional_detr, _h_deformable_detr, _rtdetr, _hugging_face, _by_hand)
+_ROWS = (_detr, _conditional_detr, _h_deformable_detr, _rtdetr, _dfine, _hugging_face, _by_hand)
 _TABLE = {row.name: row for rows in _ROWS for row in rows()}

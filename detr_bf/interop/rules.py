@@ -44,6 +44,7 @@ class Layout:
     batch_former_layers: frozenset[int]  # encoder layers with a separate BatchFormer
     batch_former_depth: int  # layers of one BatchFormer
     backbone_blocks: int  # blocks of the longest ResNet stage
+    finer_encoders: int  # levels with encoder layers in a hybrid encoder besides the coarsest
 
     @classmethod
     def of(cls, state: Mapping[str, Tensor]) -> Layout:
@@ -61,6 +62,9 @@ class Layout:
             batch_former_layers=frozenset(map(int, own)),
             batch_former_depth=_count(r"(?:\.bf|\.bf\.\d+|\.mixers\.\w+)\.layers\.(\d+)\.", text) or 1,
             backbone_blocks=_count(r"\bstages\.\d+\.layers\.(\d+)\.|\b(?:layer|res)\d\.(\d+)\.", text),
+            finer_encoders=max(
+                _count(r"\bencoder\.encoder\.(\d+)\.layers\.", text) - 1, _count(r"\bencoder\.finer\.(\d+)\.", text)
+            ),
         )
 
 

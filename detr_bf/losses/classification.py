@@ -228,23 +228,27 @@ class MatchabilityAware(Focal):
     """Matchability-aware loss of DEIM (Huang et al. 2024, arXiv 2412.04234, equations 5 and 6), with the cost of Focal.
 
     Binary cross-entropy. The target of a matched query's class is its IoU to the power of ``quality_gamma``; the other
-    logits have target 0 and the weight p ** ``quality_gamma`` of their probability p, without gradient. The sum over
-    queries and classes is divided by the number of boxes.
+    logits have target 0 and the weight ``background`` x p ** ``quality_gamma`` of their probability p, without
+    gradient. The sum over queries and classes is divided by the number of boxes.
     """
 
     quality_gamma: float = setting("mal_gamma", 1.5)
+    background: float = setting("mal_background", 1.0)
     needs_quality = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.quality_gamma < math.inf:
-            raise InputError(f"MatchabilityAware: quality_gamma={self.quality_gamma} must be 0 or more and finite")
+        if not (0 <= self.quality_gamma < math.inf and 0 <= self.background < math.inf):
+            raise InputError(
+                f"MatchabilityAware: quality_gamma={self.quality_gamma} and background={self.background} must be 0 or "
+                "more and finite"
+            )
 
     def loss(self, logits: Tensor, classes: Tensor, num_boxes: Tensor, *, quality: Tensor | None = None) -> Tensor:
         assert quality is not None, "the criterion gives the IoU of the matched pairs"
         matched = one_hot(classes, logits)
         target = matched * quality[..., None].to(logits.dtype) ** self.quality_gamma
-        weight = torch.where(matched > 0, 1.0, logits.detach().sigmoid() ** self.quality_gamma)
+        weight = torch.where(matched > 0, 1.0, self.background * logits.detach().sigmoid() ** self.quality_gamma)
         losses = F.binary_cross_entropy_with_logits(logits, target, weight=weight, reduction="none")
         return supervised(losses, classes).sum((1, 2, 3)) / num_boxes
 

@@ -12,9 +12,8 @@ import numpy as np
 import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
-from torchvision.ops import box_convert
 
-from detr_bf.common.boxes import generalized_iou
+from detr_bf.common.boxes import corners_of, generalized_iou
 from detr_bf.common.devices import send
 from detr_bf.common.extensions import Registry
 from detr_bf.common.structures import Outputs, PaddedTargets
@@ -38,6 +37,12 @@ class Matches:
     row: Tensor
     query: Tensor
     target: Tensor
+
+    @classmethod
+    def of_all_layers(cls, pairs: Tensor, layers: int) -> Matches:
+        """Repeat pairs (3, M) of row, query and object for each layer."""
+        layer = torch.arange(layers, device=pairs.device).repeat_interleave(pairs.shape[1])
+        return cls(layer, *pairs.repeat(1, layers))
 
     @classmethod
     def of(cls, assigned: Tensor, layers: int, device: torch.device) -> tuple[Matches, Tensor]:
@@ -79,19 +84,32 @@ class HungarianMatcher:
     @torch.no_grad()
     def match_all(self, problems: Sequence[tuple[Outputs, PaddedTargets, int]]) -> list[Matches]:
         """Match several sets of queries, each as in a call, with one copy to the host."""
+        return [Matches(*send(pairs, problems[0][0].logits.device)) for pairs in self._pairs(problems)]
+
+    @torch.no_grad()
+    def match_united(self, problems: Sequence[tuple[Outputs, PaddedTargets, int]]) -> tuple[list[Matches], Tensor]:
+        """Match several predictions of the same queries; also return the union (3, M) of all pairs, on the CPU.
+
+        See :func:`united_pairs`.
+        """
+        found = self._pairs(problems)
+        matches = [Matches(*send(pairs, problems[0][0].logits.device)) for pairs in found]
+        return matches, united_pairs(torch.cat([pairs[1:] for pairs in found], dim=1))
+
+    def _pairs(self, problems: Sequence[tuple[Outputs, PaddedTargets, int]]) -> list[Tensor]:
+        """Return the pairs of each problem (4, M) on the CPU, in the order of the fields of Matches."""
         costs = [self._stacked_cost(outputs, targets) for outputs, targets, _ in problems]
         copied = torch.cat([cost.flatten() for cost in costs]).cpu().split([cost.numel() for cost in costs])
-        matches = []
-        for cost, on_host, (outputs, targets, repeats) in zip(costs, copied, problems, strict=True):
+        found = []
+        for cost, on_host, (_, targets, repeats) in zip(costs, copied, problems, strict=True):
             numbers = on_host.view(cost.shape).numpy()
             pairs = [
                 _assign(numbers[layer, row, :, :count], layer, row, repeats)
                 for layer in range(len(numbers))
                 for row, count in enumerate(targets.counts)
             ]
-            indices = torch.from_numpy(np.concatenate(pairs, axis=1))
-            matches.append(Matches(*send(indices, outputs.logits.device)))
-        return matches
+            found.append(torch.from_numpy(np.concatenate(pairs, axis=1)))
+        return found
 
     def _stacked_cost(self, outputs: Outputs, targets: PaddedTargets) -> Tensor:
         layers, rows, queries = outputs.logits.shape[:3]
@@ -103,7 +121,7 @@ class HungarianMatcher:
         """logits (..., R, Q, K), boxes (..., R, Q, 4) -> (..., R, Q, T); undefined for padding in T."""
         logits, boxes = at_least_float32(logits), at_least_float32(boxes)
         distance = (boxes[..., :, None, :] - targets.boxes[:, None]).abs().sum(-1)
-        overlap = generalized_iou(_corners(boxes)[..., :, None, :], _corners(targets.boxes)[:, None], self.giou_eps)
+        overlap = generalized_iou(corners_of(boxes)[..., :, None, :], corners_of(targets.boxes)[:, None], self.giou_eps)
         classes = self.classification.match_cost(logits, targets.labels)
         cost = self.class_cost * classes + self.bbox_cost * distance - self.giou_cost * overlap
         for name, function, factor in self._added:
@@ -114,8 +132,20 @@ class HungarianMatcher:
         return cost.nan_to_num(UNMATCHABLE, UNMATCHABLE, -UNMATCHABLE)
 
 
-def _corners(boxes: Tensor) -> Tensor:
-    return box_convert(boxes, "cxcywh", "xyxy")
+def united_pairs(pairs: Tensor) -> Tensor:
+    """Return the union (3, M') of pairs (3, M) of row, query and object on the CPU, ordered by row and query.
+
+    A query that is paired with several objects keeps the one that it is paired with most often; an object keeps all its
+    queries (D-FINE, Peng et al. 2024, arXiv 2410.13842, "Global Optimal Localization Self-Distillation"). Objects that
+    are paired with a query equally often are in the order that torch's sorting leaves them in, as in the authors' code.
+    """
+    united = []
+    for row in pairs[0].unique():
+        distinct, counts = pairs[:, pairs[0] == row].unique(dim=1, return_counts=True)
+        distinct = distinct[:, counts.argsort(descending=True)]
+        _, first = np.unique(distinct[1].numpy(), return_index=True)
+        united.append(distinct[:, torch.from_numpy(first)])
+    return torch.cat(united, dim=1) if united else pairs
 
 
 def _assign(cost: np.ndarray, layer: int, row: int, repeats: int) -> np.ndarray:

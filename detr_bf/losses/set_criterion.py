@@ -6,29 +6,34 @@ h x w cells of a predicted mask, H x W pixels.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torchvision.ops import box_convert, sigmoid_focal_loss
+from torchvision.ops import sigmoid_focal_loss
 
 from detr_bf.common import distributed
-from detr_bf.common.boxes import generalized_iou, iou
-from detr_bf.common.devices import tensor_on
+from detr_bf.common.boxes import corners_of, generalized_iou, iou
+from detr_bf.common.devices import send, tensor_on
+from detr_bf.common.errors import InputError
 from detr_bf.common.extensions import Registry
-from detr_bf.common.structures import Masks, Outputs, PaddedTargets, QueryGroup, Target
+from detr_bf.common.structures import Distributions, Masks, Outputs, PaddedTargets, QueryGroup, Target
 from detr_bf.losses.classification import (
     NO_OBJECT,
     NOT_SUPERVISED,
     Classification,
+    MatchabilityAware,
     at_least_float32,
     check_factors,
 )
+from detr_bf.losses.distributions import distillation_loss, localization_loss
 from detr_bf.losses.matcher import HungarianMatcher, Matches
 
 STREAM_NAMES = ("clean", "batchformer")
@@ -75,8 +80,21 @@ class SetCriterion:
     Each stream is matched separately; with two streams the result is the mean of their losses (BatchFormerV2, arXiv
     2204.01254, section 3.3). Divisors count the objects of all ranks, so that the mean over the ranks equals the loss
     of one process with the whole batch, except for the denoising queries of DINO and RT-DETR: each rank chooses their
-    number of groups by the objects of its own images. A ``local`` criterion, which needs a local classification, does
-    not communicate: in evaluation the ranks have different numbers of batches.
+    number of groups by the objects of its own images; and the distillation of D-FINE takes means over the queries of a
+    rank. A ``local`` criterion, which needs a local classification, does not communicate: in evaluation the ranks have
+    different numbers of batches.
+
+    Args:
+        fgl_weight, ddf_weight: weights of the losses of distributions (:mod:`detr_bf.losses.distributions`).
+        union: of a detector with distributions, train all boxes but those of denoising on the union of the pairs of all
+            layers, first boxes and proposals (:func:`~detr_bf.losses.matcher.united_pairs`), and divide their losses by
+            its size.
+        box_weighting: ``iou`` or ``giou`` multiplies the loss of the generalised IoU of each pair with that value,
+            without gradient, which also becomes the quality in the classification; or ``none``.
+
+    Raises:
+        InputError: a weight is negative or all are 0, or ``box_weighting`` is unknown, or gives the matchability-aware
+            loss a quality below 0.
     """
 
     classification: Classification
@@ -86,12 +104,20 @@ class SetCriterion:
     giou_weight: float = 2.0
     mask_weight: float = 1.0
     dice_weight: float = 1.0
+    fgl_weight: float = 0.15
+    ddf_weight: float = 1.5
+    union: bool = True
+    box_weighting: str = "none"
     local: bool = False
     metrics: Mapping[str, Metric] = field(default_factory=lambda: dict(LOGGED_METRICS))
 
     def __post_init__(self) -> None:
-        names = ("class_weight", "bbox_weight", "giou_weight", "mask_weight", "dice_weight")
-        check_factors("SetCriterion", {name: getattr(self, name) for name in names})
+        names = ("class", "bbox", "giou", "mask", "dice", "fgl", "ddf")
+        check_factors("SetCriterion", {f"{name}_weight": getattr(self, f"{name}_weight") for name in names})
+        if self.box_weighting not in ("none", "iou", "giou"):
+            raise InputError(f"SetCriterion: box_weighting={self.box_weighting} must be none, iou or giou")
+        if self.box_weighting == "giou" and isinstance(self.classification, MatchabilityAware):
+            raise InputError("SetCriterion: box_weighting=giou may be negative, which mal cannot use: set iou or none")
 
     def __call__(self, outputs: Outputs, targets: Sequence[Target]) -> LossReport:
         """Compute the loss of R = num_streams x B rows for B targets.
@@ -104,11 +130,11 @@ class SetCriterion:
         num_boxes = _divisor(objects, self.local)
         groups = [] if outputs.proposals is None else [(QueryGroup("enc", 0), outputs.proposals)]
         divided = [(group, *_divided(group, predicted, padded)) for group, predicted in (*groups, *outputs.groups)]
-        matches, *of_groups = self.matcher.match_all(
+        matches, *of_groups, united = self._matched(
             [(outputs, padded, 1)]
             + [(predicted, wanted, group.repeats) for group, predicted, wanted in divided if group.assigned is None]
         )
-        streams = self._stream_losses(outputs, padded, matches, num_boxes)
+        streams = self._stream_losses(outputs, padded, matches, num_boxes, united)
         if outputs.masks is not None:
             by_row = _mask_losses(outputs, outputs.masks, targets, matches)
             streams |= {name: _per_stream(outputs, loss) / num_boxes for name, loss in by_row.items()}
@@ -120,7 +146,7 @@ class SetCriterion:
         factors = dict.fromkeys(losses, 1.0)
         for group, predicted, wanted in divided:
             matched = of_groups.pop(0) if group.assigned is None else None
-            for name, per_stream in self._group_losses(group, predicted, wanted, matched, objects).items():
+            for name, per_stream in self._group_losses(group, predicted, wanted, matched, objects, united).items():
                 streams[f"{name}_{group.name}"] = per_stream
                 for layer, loss in enumerate(per_stream.mean(1)):
                     term = f"{name}_{group.name}" + ("" if layer == len(per_stream) - 1 else f"_{layer}")
@@ -131,6 +157,8 @@ class SetCriterion:
             "loss_giou": self.giou_weight,
             "loss_mask": self.mask_weight,
             "loss_dice": self.dice_weight,
+            "loss_fgl": self.fgl_weight,
+            "loss_ddf": self.ddf_weight,
         }
         weights = {
             name: factors[name] * weight for name in losses for kind, weight in kinds.items() if name.startswith(kind)
@@ -142,8 +170,31 @@ class SetCriterion:
             }
         return LossReport(losses, weights, logged)
 
+    def _matched(self, problems: Sequence[tuple[Outputs, PaddedTargets, int]]) -> tuple[Any, ...]:
+        """Return the matches of the main queries and of each group, then the union or None, see :class:`_Union`."""
+        outputs, *_ = problems[0]
+        if outputs.distributions is None:
+            return *self.matcher.match_all(problems), None
+        matches, pairs = self.matcher.match_united(problems)
+        layers, device, streams = len(outputs.logits), outputs.logits.device, outputs.num_streams
+        if not self.union:
+            return *matches, _Union(
+                None, None, _root_shares(outputs, [len(matches[0].row) // layers // streams] * streams)
+            )
+        images = outputs.logits.shape[1] // streams
+        counts = torch.bincount(pairs[0] // images, minlength=streams)
+        total = send(counts.double(), device)
+        divisor = _divisor(total if self.local else distributed.all_reduce_sum(total), self.local)
+        return *matches, _Union(send(pairs, device), divisor, _root_shares(outputs, counts.tolist()))
+
     def _group_losses(
-        self, group: QueryGroup, outputs: Outputs, targets: PaddedTargets, matches: Matches | None, objects: Tensor
+        self,
+        group: QueryGroup,
+        outputs: Outputs,
+        targets: PaddedTargets,
+        matches: Matches | None,
+        objects: Tensor,
+        united: _Union | None,
     ) -> dict[str, Tensor]:
         """Return the losses of a group or of the proposals by name, each (L, streams).
 
@@ -155,8 +206,9 @@ class SetCriterion:
         if matches is None:
             assert group.assigned is not None
             matches, not_supervised = Matches.of(group.assigned, len(outputs.logits), outputs.logits.device)
+            united = united and replace(united, pairs=None, divisor=None)
         divisor = _divisor(objects * group.parts * group.repeats, self.local)
-        return self._stream_losses(outputs, targets, matches, divisor, not_supervised)
+        return self._stream_losses(outputs, targets, matches, divisor, united, not_supervised)
 
     def _stream_losses(
         self,
@@ -164,6 +216,7 @@ class SetCriterion:
         targets: PaddedTargets,
         matches: Matches,
         num_boxes: Tensor,
+        united: _Union | None,
         not_supervised: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """Return the losses by name, each (L, streams); ``not_supervised`` (R, Q) marks queries without a loss."""
@@ -171,7 +224,10 @@ class SetCriterion:
         classes = _target_classes(outputs, targets, matches)
         if not_supervised is not None:
             classes = classes.masked_fill(not_supervised, NOT_SUPERVISED)
-        quality = _quality(outputs, targets, matches) if self.classification.needs_quality else None
+        overlap = partial(generalized_iou, eps=self.matcher.giou_eps) if self.box_weighting == "giou" else iou
+        quality = None
+        if self.classification.needs_quality:
+            quality = _by_query(outputs, matches, _overlaps(outputs, targets, matches, overlap))
         per_stream = [
             self.classification.loss(at_least_float32(logits), stream_classes, num_boxes, quality=stream_quality)
             for logits, stream_classes, stream_quality in zip(
@@ -181,12 +237,57 @@ class SetCriterion:
                 strict=True,
             )
         ]
+        if united is not None and united.pairs is not None and united.divisor is not None:
+            matches, num_boxes = Matches.of_all_layers(united.pairs, len(outputs.logits)), united.divisor
         distance, disparity = _box_losses(outputs, targets, matches, self.matcher.giou_eps)
-        return {
-            "loss_ce": torch.stack(per_stream, 1),
-            "loss_bbox": _per_stream(outputs, distance) / num_boxes,
-            "loss_giou": _per_stream(outputs, disparity) / num_boxes,
+        if self.box_weighting != "none":
+            disparity = disparity * _overlaps(outputs, targets, matches, overlap)
+        of_pairs, further = {"loss_bbox": distance, "loss_giou": disparity}, {}
+        if outputs.distributions is not None:
+            assert united is not None
+            of_pairs["loss_fgl"], further["loss_ddf"] = _distribution_losses(
+                outputs, outputs.distributions, targets, matches, united.shares
+            )
+        averaged = {
+            name: _per_stream(outputs, _by_row(outputs, matches, losses)) / num_boxes.to(losses.dtype)
+            for name, losses in of_pairs.items()
         }
+        return {"loss_ce": torch.stack(per_stream, 1), **averaged, **further}
+
+
+@dataclass(frozen=True)
+class _Union:
+    """Pairs on which the boxes of all layers of a detector with distributions are trained, first boxes included."""
+
+    pairs: Tensor | None  # (3, M) row, query, object; None: each layer has pairs of its own
+    divisor: Tensor | None  # (streams,) float64, of the losses of these pairs
+    shares: list[tuple[float, float]]  # of each stream, of matched and other queries in the distillation
+
+
+def _root_shares(outputs: Outputs, matched: Sequence[int]) -> list[tuple[float, float]]:
+    """Return the shares of the roots of the numbers of ``matched`` and of other queries, for each stream."""
+    _, rows, queries, _ = outputs.logits.shape
+    roots = [(math.sqrt(number), math.sqrt(rows // outputs.num_streams * queries - number)) for number in matched]
+    return [(one / (one + other), other / (one + other)) for one, other in roots]
+
+
+def _distribution_losses(
+    outputs: Outputs,
+    distributions: Distributions,
+    targets: PaddedTargets,
+    matches: Matches,
+    shares: Sequence[tuple[float, float]],
+) -> tuple[Tensor, Tensor]:
+    """Return the localisation loss of each pair (M,) and the distillation loss (L, streams)."""
+    overlaps = _overlaps(outputs, targets, matches, iou)
+    wanted = targets.boxes[matches.row, matches.target]
+    quality = _by_query(outputs, matches, overlaps)
+    matched = _by_query(outputs, matches, torch.ones_like(overlaps)) > 0
+    scores = at_least_float32(outputs.logits[-1].detach()).sigmoid().amax(-1)
+    parts = (x.chunk(outputs.num_streams, 1) for x in (distributions.logits, quality, matched))
+    streams = zip(*parts, scores.chunk(outputs.num_streams), shares, strict=True)
+    distillation = torch.stack([distillation_loss(*stream) for stream in streams], 1)
+    return localization_loss(distributions, matches, wanted, overlaps), distillation
 
 
 def _divided(group: QueryGroup, outputs: Outputs, targets: PaddedTargets) -> tuple[Outputs, PaddedTargets]:
@@ -235,24 +336,32 @@ LOGGED_METRICS: Registry[Metric] = Registry(
 
 
 def _box_losses(outputs: Outputs, targets: PaddedTargets, matches: Matches, giou_eps: float) -> tuple[Tensor, Tensor]:
-    """Return L1 and 1 - GIoU of the matched pairs, summed by layer and row: twice (L, R)."""
+    """Return L1 and 1 - GIoU of the matched pairs: twice (M,)."""
     predicted = at_least_float32(outputs.boxes[matches.layer, matches.row, matches.query])
     wanted = targets.boxes[matches.row, matches.target]
     distance = (predicted - wanted).abs().sum(-1)
-    a, b = (box_convert(boxes, "cxcywh", "xyxy") for boxes in (predicted, wanted))
-    overlap = generalized_iou(a, b, giou_eps)
-    index = (matches.layer, matches.row)
-    empty = predicted.new_zeros(outputs.boxes.shape[:2])
-    return empty.index_put(index, distance, accumulate=True), empty.index_put(index, 1 - overlap, accumulate=True)
+    return distance, 1 - generalized_iou(corners_of(predicted), corners_of(wanted), giou_eps)
 
 
 @torch.no_grad()
-def _quality(outputs: Outputs, targets: PaddedTargets, matches: Matches) -> Tensor:
-    """Return the IoU (L, R, Q) of the matched pairs, 0 for other queries."""
-    index = (matches.layer, matches.row, matches.query)
-    predicted = box_convert(at_least_float32(outputs.boxes[index]), "cxcywh", "xyxy")
-    wanted = box_convert(targets.boxes[matches.row, matches.target], "cxcywh", "xyxy")
-    return predicted.new_zeros(outputs.logits.shape[:3]).index_put(index, iou(predicted, wanted))
+def _overlaps(
+    outputs: Outputs, targets: PaddedTargets, matches: Matches, overlap: Callable[[Tensor, Tensor], Tensor]
+) -> Tensor:
+    """Return ``overlap`` of the boxes of each matched pair (M,), without gradient."""
+    predicted = at_least_float32(outputs.boxes[matches.layer, matches.row, matches.query])
+    return overlap(corners_of(predicted), corners_of(targets.boxes[matches.row, matches.target]))
+
+
+def _by_query(outputs: Outputs, matches: Matches, of_pairs: Tensor) -> Tensor:
+    """Return the values (M,) of matched pairs at their queries (L, R, Q), 0 for other queries."""
+    empty = of_pairs.new_zeros(outputs.logits.shape[:3])
+    return empty.index_put((matches.layer, matches.row, matches.query), of_pairs)
+
+
+def _by_row(outputs: Outputs, matches: Matches, of_pairs: Tensor) -> Tensor:
+    """Sum the values (M,) of matched pairs by layer and row: (L, R)."""
+    empty = of_pairs.new_zeros(outputs.boxes.shape[:2])
+    return empty.index_put((matches.layer, matches.row), of_pairs, accumulate=True)
 
 
 def _num_objects(outputs: Outputs, targets: PaddedTargets, local: bool) -> Tensor:

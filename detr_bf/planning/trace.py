@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -109,7 +109,9 @@ def trace(
     recompute = config.train.recompute_encoder
     recomputed = max(trace(settings, num_classes, size, device=device).layers, default=0) if recompute else 0
     with fake_tensors(device):
-        model = build_model(settings, num_classes, pretrained=False).train()
+        with unset_fake_temporarily(), torch.device("meta"):  # timm reads numbers from tensors
+            model = build_model(settings, num_classes, pretrained=False).train()
+        model._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype))
         objects = Target(0, torch.zeros(OBJECTS, 4), torch.zeros(OBJECTS, dtype=torch.int64), size, size)
         recorder = Recorder(model, recompute=recompute, processes=processes if config.batch_former.gather else 1)
         with recorder, FusedAttention() if device == "cuda" else nullcontext():

@@ -134,6 +134,7 @@ class DeformableAttention(nn.Module):
         discrete: read the cell of each point instead of interpolating (:func:`nearest_cells`); the sampling offsets
             get no gradient then and are frozen.
         released_cells: with ``discrete``, on maps that are not square, the cells of RT-DETRv2's released code.
+        project: transform values and result with a linear layer each; not in D-FINE.
     """
 
     scale: Tensor | None
@@ -147,6 +148,7 @@ class DeformableAttention(nn.Module):
         points: int | Sequence[int],
         discrete: bool = False,
         released_cells: bool = False,
+        project: bool = True,
     ) -> None:
         super().__init__()
         check_heads(dim, heads)
@@ -160,14 +162,15 @@ class DeformableAttention(nn.Module):
         self.discrete, self.released_cells = discrete, released_cells
         self.sampling_offsets = nn.Linear(dim, heads * sum(per_level) * 2)
         self.attention_weights = nn.Linear(dim, heads * sum(per_level))
-        self.value = nn.Linear(dim, dim)
-        self.out = nn.Linear(dim, dim)
+        self.value: nn.Module = nn.Linear(dim, dim) if project else nn.Identity()
+        self.out: nn.Module = nn.Linear(dim, dim) if project else nn.Identity()
         for projection in (self.sampling_offsets, self.attention_weights):
             nn.init.zeros_(projection.weight)
             nn.init.zeros_(projection.bias)
-        for projection in (self.value, self.out):
-            nn.init.xavier_uniform_(projection.weight)
-            nn.init.zeros_(projection.bias)
+        for projected in (self.value, self.out):
+            if isinstance(projected, nn.Linear):
+                nn.init.xavier_uniform_(projected.weight)
+                nn.init.zeros_(projected.bias)
         grid = initial_offsets(heads, levels, self.points)
         kept = [grid[:, level, :count] for level, count in enumerate(per_level)]
         with torch.no_grad():
@@ -188,7 +191,8 @@ class DeformableAttention(nn.Module):
         """
         value = self.value(tokens)
         if padding_mask is not None:
-            value = value.masked_fill_(padding_mask[..., None], 0.0)  # in-place: no copy of a large map
+            fill = value.masked_fill if value is tokens else value.masked_fill_  # in-place: no copy of a large map
+            value = fill(padding_mask[..., None], 0.0)
         weights = self.attention_weights(query).unflatten(-1, (self.heads, -1)).softmax(-1)
         weights = self._by_level(weights[..., None]).squeeze(-1)
         offsets = self._by_level(self.sampling_offsets(query).unflatten(-1, (self.heads, -1, 2)))

@@ -7,7 +7,6 @@ from itertools import pairwise
 from typing import TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from detr_bf.common.errors import InputError
@@ -15,7 +14,12 @@ from detr_bf.ops import library, relu_dropout, residual_dropout
 
 M = TypeVar("M", bound=nn.Module)
 
-ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {"relu": nn.ReLU, "prelu": nn.PReLU, "gelu": nn.GELU}
+ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
+    "relu": nn.ReLU,
+    "prelu": nn.PReLU,
+    "gelu": nn.GELU,
+    "silu": nn.SiLU,
+}
 
 
 def full_precision(module: nn.Module, x: Tensor) -> Tensor:
@@ -90,15 +94,16 @@ class FeedForward(nn.Module):
 
 
 class MLP(nn.Module):
-    """Linear layers with ReLU between them; ``widths`` begin with that of the input."""
+    """Linear layers with an activation between them; ``widths`` begin with that of the input."""
 
-    def __init__(self, widths: Sequence[int]) -> None:
+    def __init__(self, widths: Sequence[int], activation: str = "relu") -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(widths))
+        self.activation = ACTIVATIONS[activation]()
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers[:-1]:
-            x = F.relu(layer(x))
+            x = self.activation(layer(x))
         return self.layers[-1](x)
 
 

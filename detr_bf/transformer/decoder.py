@@ -71,12 +71,12 @@ class Decoder(nn.Module):
         first: Queries = self.queries(memory, targets)
         # Layers do not read proposals and groups, and torch.compile would recompile for each value of their numbers.
         queries = replace(first, proposals=None, groups=())
-        sizes = [len(first.content[0]) - sum(group.size for group in first.groups), *(g.size for g in first.groups)]
+        main, *_ = self.sizes_of(first)
         base, streams = queries.reference, memory.num_streams
-        predictions = []
+        predictions: list[Sequence[Tensor]] = []
         for index, layer in enumerate(self.layers):
             if self.batch_former is not None:
-                queries, memory, base = self._batch_attention(queries, memory, base, layer=index, main=sizes[0])
+                queries, memory, base = self._batch_attention(queries, memory, base, layer=index, main=main)
             if self.update_queries is not None:
                 queries = self.update_queries(index, queries, memory)
                 base = base if self.look_forward_twice and index else queries.reference
@@ -92,14 +92,33 @@ class Decoder(nn.Module):
                 base = refined if self.look_forward_twice else queries.reference
         if memory.num_streams > streams:  # forked between the queries
             first = first.fork(first.content)
-            predictions = [tuple(x.repeat(len(state) // len(x), 1, 1) for x in parts) for parts in predictions]
-        logits, boxes = zip(*predictions if self.aux_loss else predictions[-1:], strict=True)
-        main, *others = (
-            Outputs(*parts, memory.num_streams)
-            for parts in zip(torch.stack(logits).split(sizes, 2), torch.stack(boxes).split(sizes, 2), strict=True)
-        )
+            predictions = [tuple(in_streams(x, len(state)) for x in parts) for parts in predictions]
+        return self.outputs_of(first, predictions, state, memory.num_streams)
+
+    def outputs_of(
+        self, first: Queries, predictions: Sequence[Sequence[Tensor]], state: Tensor, num_streams: int
+    ) -> Outputs:
+        """Stack the predictions of the layers, and divide them among the main queries and the groups.
+
+        Args:
+            first: queries of the first layer, with all streams.
+            predictions: logits and boxes of each layer.
+            state: (R, Q, C), input of the last layer's heads.
+        """
+        parts = [
+            torch.stack(layers).split(self.sizes_of(first), 2)
+            for layers in zip(*predictions if self.aux_loss else predictions[-1:], strict=True)
+        ]
+        main, *others = (Outputs(logits, boxes, num_streams) for logits, boxes in zip(*parts, strict=True))
         groups = tuple(zip(first.groups, others, strict=True))
-        return replace(main, proposals=first.proposals, states=state[:, : sizes[0]], groups=groups)
+        states = state[:, : main.logits.shape[2]]
+        return replace(main, proposals=first.proposals, states=states, groups=groups)
+
+    @staticmethod
+    def sizes_of(queries: Queries) -> list[int]:
+        """Return the number of main queries and that of each group."""
+        sizes = [group.size for group in queries.groups]
+        return [len(queries.content[0]) - sum(sizes), *sizes]
 
     def _batch_attention(
         self, queries: Queries, memory: TokenBatch, base: Tensor | None, *, layer: int, main: int
@@ -112,6 +131,11 @@ class Decoder(nn.Module):
         elif base is not None and tokens.num_streams > memory.num_streams:
             base = torch.cat([base, base])
         return mixed, tokens, base
+
+
+def in_streams(x: Tensor, rows: int) -> Tensor:
+    """Repeat x (B, ...) of one stream for ``rows`` of several. Not for export, where it would fix the batch size."""
+    return x.repeat(rows // len(x), *[1] * (x.dim() - 1))
 
 
 class Heads(nn.Module):
@@ -145,6 +169,7 @@ class DecoderLayer(nn.Module):
     Args:
         self_attention: (x (R, Q, C), queries) -> (R, Q, C).
         cross_attention: (x (R, Q, C), queries, memory) -> (R, Q, C); ``queries`` are the input of the layer.
+        cross_residual: (x, function) -> x combined with function(x), instead of a residual connection.
     """
 
     def __init__(
@@ -157,12 +182,13 @@ class DecoderLayer(nn.Module):
         dropout: float = 0.0,
         pre_norm: bool = False,
         activation: str = "relu",
+        cross_residual: nn.Module | None = None,
     ) -> None:
         super().__init__()
         self.self_attention = self_attention
         self.self_residual = Residual(dim, dropout=dropout, pre_norm=pre_norm)
         self.cross_attention = cross_attention
-        self.cross_residual = Residual(dim, dropout=dropout, pre_norm=pre_norm)
+        self.cross_residual = cross_residual or Residual(dim, dropout=dropout, pre_norm=pre_norm)
         self.feed_forward = FeedForward(dim, feedforward_dim, dropout, activation=activation)
         self.feed_forward_residual = Residual(dim, dropout=dropout, pre_norm=pre_norm)
 

@@ -202,7 +202,7 @@ def test_settings_of_other_losses_and_of_no_queries_are_told(
     assert caplog.messages == [said]
 
 
-@pytest.mark.parametrize("name", ["dino", "dn_detr", "rtdetr", "rtdetrv2"])
+@pytest.mark.parametrize("name", ["dino", "dn_detr", "rtdetr", "rtdetrv2", "dfine"])
 def test_cross_entropy_is_refused_where_no_object_would_be_a_class(name: str) -> None:
     strides = [32] if name == "dn_detr" else [8, 16, 32]
     settings = [*SMALL, f"model.name={name}", f"model.backbone.strides={strides}"]
@@ -228,7 +228,38 @@ def test_settings_that_rtdetr_does_not_have(name: str, setting: str, said: str) 
 
 
 @pytest.mark.parametrize(
-    ("name", "usual"), [("dn_detr", (0.2, 0.4)), ("dino", (0.5, 1)), ("rtdetr", (0.5, 1)), ("rtdetrv2", (0.5, 1))]
+    ("settings", "said"),
+    [
+        (["model.dfine.points=[4,4]"], r"model.dfine.points=\[4, 4\]: .* or one for each of the 3 levels"),
+        (["model.dfine.expansion=0.01"], "model.dfine.expansion=0.01 of 32 channels leaves none"),
+        (["model.dfine.reg_max=7"], "model.dfine.reg_max=7 must be an even number from 4 on"),
+        (["model.dfine.reg_max=2"], "model.dfine.reg_max=2 must be an even number from 4 on"),
+        (["model.dfine.eval_layer=2"], "model.dfine.eval_layer=2 must be from 0 to 1"),
+        (["model.dfine.layer_scale=0.5"], "model.dfine.layer_scale=0.5 must be 1 or more"),
+        (["model.dfine.layer_scale=2", "model.pre_norm=true"], "model.dfine.layer_scale=2.0: batch attention between"),
+        (["model.dfine.eval_layer=0", "model.masks=true"], "model.dfine.eval_layer=0: a mask head reads the last"),
+        (["model.dfine.encoder_dim=64", "model.masks=true"], "model.dfine.encoder_dim=64 must equal hidden_dim=32"),
+        (["model.dfine.attention_levels=[0,1]"], r"model.dfine.attention_levels=\[0, 1\]: expected some of 0 to 2"),
+        (["model.position_encoding=learned"], "model.position_encoding must be sine in D-FINE; got 'learned'"),
+        (["model.groups.group_detr=3"], "model.name=dfine has no groups of further queries"),
+        (["loss.classification=cross_entropy"], "model.name=dfine needs class scores without no-object"),
+    ],
+)
+def test_settings_that_dfine_does_not_have(settings: list[str], said: str) -> None:
+    given = [
+        "model.name=dfine",
+        "model.decoder_layers=2",
+        "model.backbone.strides=[8,16,32]",
+        "loss.classification=focal",
+        *settings,
+    ]
+    with pytest.raises(InputError, match=said):
+        build_model(load_config(None, [*SMALL, *given]), num_classes=5)
+
+
+@pytest.mark.parametrize(
+    ("name", "usual"),
+    [("dn_detr", (0.2, 0.4)), *((name, (0.5, 1)) for name in ("dino", "rtdetr", "rtdetrv2", "dfine"))],
 )
 def test_noise_that_is_not_given_is_that_of_the_detector(name: str, usual: tuple[float, float]) -> None:
     strides = [32] if name == "dn_detr" else [8, 16, 32]

@@ -206,7 +206,7 @@ def test_too_few_tokens_for_the_queries_of_two_stages_are_refused(split: str) ->
     check_enough_tokens(load_config(None, [*TWO_STAGE, "model.num_queries=126"]), data, split)
 
 
-@pytest.mark.parametrize("name", ["rtdetr", "rtdetrv2"])
+@pytest.mark.parametrize("name", ["rtdetr", "rtdetrv2", "dfine"])
 def test_too_few_tokens_for_rtdetr_are_refused(name: str) -> None:
     """Its levels are those of the backbone: extra_levels adds none."""
     settings = (*TWO_STAGE, f"model.name={name}", "model.backbone.strides=[8,16,32]")

@@ -146,7 +146,7 @@ def test_pre_norm(name: str, pre_norm: bool) -> None:
     (loop,) = (part for part in module.encoder.modules() if isinstance(part, Encoder))
     assert isinstance(loop.norm, nn.LayerNorm if pre_norm else nn.Identity)
     assert isinstance(module.decoder.norm, nn.LayerNorm) or not pre_norm
-    assert module.decoder.layers[0].cross_residual.pre_norm == pre_norm
+    assert module.decoder.layers[0].self_residual.pre_norm == pre_norm
     assert module.eval()(images()).boxes.isfinite().all()
 
 

@@ -102,9 +102,8 @@ class Choices:
         topk, match_all = Tensor.topk, HungarianMatcher.match_all
 
         def best(scores: Tensor, count: int, dim: int) -> Any:
-            return SimpleNamespace(
-                indices=self.repeat(lambda: topk(scores, count, dim).indices.cpu()).to(scores.device)
-            )
+            indices = self.repeat(lambda: topk(scores, count, dim).indices.cpu()).to(scores.device)
+            return SimpleNamespace(indices=indices, values=scores.gather(dim, indices))
 
         def matched(matcher: HungarianMatcher, problems: Sequence[Any]) -> list[Matches]:
             device = problems[0][0].logits.device

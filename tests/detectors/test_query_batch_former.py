@@ -20,8 +20,8 @@ from tests.detectors.test_mask_head import with_masks
 from tests.detectors.tiny import DETECTORS, DIM, IMAGES, LAYERS, images, model, shaken, with_fixed_norms
 
 every_detector = pytest.mark.parametrize("name", DETECTORS)
-WITH_GROUPS = ("dino", "dino_shared_heads", "dn_detr", "group_detr", "h_deformable_detr", "rtdetr", "rtdetrv2")
-CONTENT_FROM_TOKENS = ("dino_shared_heads", "deformable_detr_two_stage", "rtdetr", "rtdetrv2")
+WITH_GROUPS = ("dino", "dino_shared_heads", "dn_detr", "group_detr", "h_deformable_detr", "rtdetr", "rtdetrv2", "dfine")
+CONTENT_FROM_TOKENS = ("dino_shared_heads", "deformable_detr_two_stage", "rtdetr", "rtdetrv2", "dfine")
 
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -123,8 +123,8 @@ def test_main_queries_never_see_denoising_queries_and_groups(name: str) -> None:
     torch.testing.assert_close(after.logits, before.logits, rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(after.boxes, before.boxes, rtol=1e-10, atol=1e-10)
     for (group, predicted), (_, others) in zip(before.groups, after.groups, strict=True):
-        assert not torch.allclose(predicted.logits, others.logits), group.name
-        if group.name != "dn":  # these attend to themselves alone, and no image attends to another
+        assert torch.allclose(predicted.logits, others.logits) == (group.name == "pre"), group.name
+        if not group.name.startswith(("dn", "pre")):  # attend to themselves alone, and no image attends to another
             torch.testing.assert_close(*predicted.logits.chunk(2, 1))
 
 

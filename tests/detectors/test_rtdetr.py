@@ -1,4 +1,4 @@
-"""RT-DETR: batch norms per stream, batch attention at the fused maps, denoising and refused settings."""
+"""RT-DETR, and the hybrid encoder of D-FINE: batch norms per stream, batch attention, denoising, refused settings."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ from detr_bf.losses import HungarianMatcher, SetCriterion, Varifocal
 from tests.detectors.tiny import DETECTORS, DIM, IMAGES, LOGITS, QUERIES, Averages, batch_former, images, model, shaken
 
 both_versions = pytest.mark.parametrize("name", ["rtdetr", "rtdetrv2"])
+every_hybrid = pytest.mark.parametrize("name", ["rtdetr", "rtdetrv2", "dfine"])
 FUSED = 2  # index of the place after both encoder layers
 
 
@@ -48,7 +49,7 @@ def without_targets() -> Batch:
     return replace(images(), targets=())
 
 
-@both_versions
+@every_hybrid
 @pytest.mark.parametrize("layers", [(0,), (1,), (FUSED,), (0, FUSED)])
 def test_second_stream_does_not_change_the_first(name: str, layers: tuple[int, ...]) -> None:
     """The clean stream and, bit for bit, all running statistics are those of a step without batch attention."""
@@ -67,13 +68,14 @@ def test_second_stream_does_not_change_the_first(name: str, layers: tuple[int, .
         assert torch.equal(after[key], value), key
 
 
-def test_each_stream_is_normalised_by_itself() -> None:
+@pytest.mark.parametrize("name", ["rtdetr", "dfine"])
+def test_each_stream_is_normalised_by_itself(name: str) -> None:
     """Compare the second stream behind the fork with the convolutions run on it alone, in training mode."""
-    module, batch = forked("rtdetr", 0).train(), without_targets()
+    module, batch = forked(name, 0).train(), without_targets()
     tokens = module.tokens(module.backbone(batch.images, batch.padding_mask), batch.padding_mask)
     hybrid, shapes = module.encoder, tokens.static["spatial_shapes"]
     memory = hybrid(tokens)
-    second = hybrid.encoder(hybrid._coarsest(tokens)).tokens[IMAGES:]
+    second = hybrid.encoder(hybrid._level(tokens, 2)).tokens[IMAGES:]
     *finer, _ = as_maps(tokens.tokens, shapes)
     fused = hybrid.fusion([*finer, *as_maps(second, shapes[-1:])])
     alone = as_tokens([layer(x) for layer, x in zip(hybrid.projections, fused, strict=True)])
@@ -138,7 +140,7 @@ def test_denoising_can_be_switched_off() -> None:
     assert module(images()).groups == ()
 
 
-@both_versions
+@every_hybrid
 @pytest.mark.parametrize("keep_dropout", [False, True])
 def test_the_mask_stage_changes_no_statistics_and_denoises_nothing(name: str, keep_dropout: bool) -> None:
     module = model(name, mask_head=MaskHead(DIM, heads=2, finer_channels=[3] * 2))

@@ -17,6 +17,7 @@ from detr_bf.detectors.dab_deformable_detr import dab_deformable_detr
 from detr_bf.detectors.dab_detr import dab_detr
 from detr_bf.detectors.deformable_detr import deformable_detr
 from detr_bf.detectors.detr import detr
+from detr_bf.detectors.dfine import dfine
 from detr_bf.detectors.dino import dino
 from detr_bf.detectors.dn_detr import dn_detr
 from detr_bf.detectors.groups import query_groups
@@ -86,6 +87,7 @@ DETECTORS = {
     "deformable_detr_two_stage": Kind(
         2, partial(deformable_detr, box_refine=True, two_stage=True), (*REFINE, "model.deformable.two_stage=true")
     ),
+    "dfine": Kind(3, partial(dfine, points=[3, 2, 1]), (*FOCAL, "model.dfine.points=[3,2,1]")),
     "rtdetr": Kind(3, rtdetr, FOCAL),
     "rtdetrv2": Kind(3, partial(rtdetrv2, points=[3, 2, 1]), (*FOCAL, "model.rtdetr.points=[3,2,1]")),
 }
@@ -100,7 +102,10 @@ def settings_of(name: str, stride: int = 32) -> tuple[str, ...]:
 
 
 # Detectors with predictions of the encoder.
-TWO_STAGE = ("deformable_detr_two_stage", "dino", "dino_shared_heads", "h_deformable_detr", "rtdetr", "rtdetrv2")
+TWO_STAGE = (
+    *("deformable_detr_two_stage", "dino", "dino_shared_heads", "h_deformable_detr"),
+    *("rtdetr", "rtdetrv2", "dfine"),
+)
 # Detectors whose output does not depend on padded cells: group norm and convolutions read padding.
 BLIND_TO_PADDING = ("detr", "conditional_detr", "dab_detr", "dab_detr_patterns", "dn_detr", "group_detr", "smca")
 

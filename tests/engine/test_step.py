@@ -166,7 +166,7 @@ def test_every_parameter_gets_a_gradient_in_every_step(name: str, objects: tuple
 
 WITHOUT_DENOISING = {
     name: partial(tiny.DETECTORS[name].make, denoising=ContrastiveDenoising(queries=0))
-    for name in ("dino", "dino_shared_heads", "rtdetr", "rtdetrv2")
+    for name in ("dino", "dino_shared_heads", "rtdetr", "rtdetrv2", "dfine")
 }
 
 

@@ -21,10 +21,11 @@ from detr_bf.interop.formats import from_foreign, to_foreign
 from detr_bf.losses import CrossEntropy, Focal, HungarianMatcher, SetCriterion
 
 SHARED = Path(__file__).parents[3] / "shared"
-FOLDERS = (SHARED / "golden", SHARED / "golden_successors")  # read without --golden
+FOLDERS = tuple(SHARED / name for name in ("golden", "golden_successors", "golden_dfine"))  # read without --golden
 WITH_NO_OBJECT = ("detr", "smca", "smca_multi_scale")  # detectors with a last class for no object
 WITH_GIOU_EPS = ("dab_detr", "dab_deformable_detr", "dn_detr", "dino")
 FORMATS = {"dn_detr": "dab_detr"}  # names of checkpoint formats that are not the detector's
+DEIM_KEYS = ("activation", "mlp_act", "query_pos_method")  # arguments of its decoder of RT-DETRv2
 KEY_LISTS = "14_state_dict_keys"  # folder in them with the names and shapes of full-size models
 
 
@@ -70,7 +71,7 @@ def assert_supported(case: Case) -> None:
         "query_dim": (4,),  # anchors are boxes, not points
         "two_stage_type": ("standard",),  # DINO's
         "dn_labelbook_size": (cfg["num_classes"],),
-        "eval_idx": (-1, cfg["dec_layers"] - 1),  # the last layer predicts
+        **({} if family_name == "dfine" else {"eval_idx": (-1, cfg["dec_layers"] - 1)}),  # the last layer predicts
         "eval_spatial_size": (None, case.manifest.get("padded_hw")),  # ours computes the anchors for every size
     }
     if family_name == "dab_deformable_detr":
@@ -102,7 +103,9 @@ def options(case: Case) -> Options:
         feedforward_dim=cfg["dim_feedforward"],
         dropout=0.0,
         pre_norm=cfg.get("pre_norm", False),
-        activation=cfg["transformer_activation"] if family(case) in ("dab_detr", "dn_detr") else "relu",
+        activation=cfg["transformer_activation"]
+        if family(case) in ("dab_detr", "dn_detr")
+        else cfg.get("activation", "relu"),
         num_queries=cfg["num_queries_one2one"] if "num_queries_one2one" in cfg else cfg["num_queries"],
         groups=further_queries(case),
         position_temperature=position_temperature(case),
@@ -145,6 +148,8 @@ def family(case: Case) -> str:
     repository = json.dumps(case.manifest["upstream"]).lower()
     if "/dino" in repository:
         return "dino"
+    if "d-fine" in repository or "/deim" in repository:
+        return case.cfg.get("detector", "dfine")  # DEIM is a recipe of both
     if "rt-detr" in repository:
         return "rtdetrv2" if "rtdetrv2" in repository else "rtdetr"
     if "dab-detr" in repository:
@@ -182,6 +187,8 @@ def detector(case: Case) -> Any:
             return DETECTORS[kind](backbone, channels, chosen, **dino_options(case, len(channels)))
         if kind in ("rtdetr", "rtdetrv2"):
             return DETECTORS[kind](backbone, channels, chosen, **rtdetr_settings(cfg))
+        if kind == "dfine":
+            return DETECTORS[kind](backbone, channels, chosen, **dfine_settings(cfg))
         anchors = {"patterns": cfg.get("num_patterns"), "random_points": cfg.get("random_refpoints_xy")}
         if kind == "dab_detr":
             return DETECTORS[kind](backbone, channels, chosen, **anchors)
@@ -245,8 +252,36 @@ def rtdetr_settings(cfg: dict[str, Any]) -> dict[str, Any]:
         "points": cfg["dec_n_points"],
         "sampling": "discrete" if cfg.get("cross_attn_method") == "discrete" else "bilinear",
         "learned_content": cfg["learnt_init_query"],
+        "head_activation": cfg.get("mlp_act", "relu"),
+        "deep_position": cfg.get("query_pos_method") == "as_reg",
+        "deim_noise": cfg.get("kind") == "deim",
         "denoising": ContrastiveDenoising(
             queries=cfg["num_denoising"], label_noise=cfg["label_noise_ratio"], box_noise=cfg["box_noise_scale"]
+        ),
+        "as_released": True,
+    }
+
+
+def dfine_settings(cfg: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of D-FINE for those of a recorded one."""
+    assert cfg["num_feature_levels"] == len(cfg["backbone_num_channels"]), "the reference runs with no other"
+    return {
+        "encoder_dim": cfg.get("enc_hidden_dim"),
+        "encoder_feedforward_dim": cfg["enc_dim_feedforward"],
+        "expansion": cfg["expansion"],
+        "fusion_blocks": round(3 * cfg["depth_mult"]),
+        "attention_levels": cfg["use_encoder_idx"],
+        "points": cfg["dec_n_points"],
+        "sampling": "discrete" if cfg["cross_attn_method"] == "discrete" else "bilinear",
+        "selection": {"default": "tokens", "one2many": "pairs"}[cfg["query_select_method"]],
+        "learned_content": cfg["learnt_init_query"],
+        "head_activation": cfg.get("mlp_act", "relu"),
+        "eval_layer": cfg["eval_idx"] % cfg["dec_layers"],
+        "layer_scale": cfg["layer_scale"],
+        "reg_max": cfg["reg_max"],
+        "reg_scale": cfg["reg_scale"],
+        "denoising": ContrastiveDenoising(  # box_noise_scale is not used by the authors' code
+            queries=cfg["num_denoising"], label_noise=cfg["label_noise_ratio"]
         ),
         "as_released": True,
     }
@@ -281,7 +316,46 @@ def flat_rtdetr(args: dict[str, Any]) -> dict[str, Any]:
         "num_denoising": decoder["num_denoising"],
         "label_noise_ratio": 0.5,
         "box_noise_scale": 1.0,
+    } | (
+        {"kind": "deim", "detector": "rtdetrv2"} | {key: decoder[key] for key in DEIM_KEYS}
+        if "mlp_act" in decoder
+        else {}
+    )
+
+
+def flat_dfine(args: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a full-size D-FINE, nested in a key list, by the names of the small cases."""
+    body, hybrid, decoder = args["HGNetv2"], args["HybridEncoder"], args["DFINETransformer"]
+    assert body.get("freeze_stem_only", True), "no recipe freezes the first stage"
+    return {
+        "backbone": f"hgnetv2_{body['name'].lower()}",
+        "backbone_strides": hybrid["feat_strides"],
+        "dilation": False,
+        "frozen_norm": body["freeze_norm"],
+        "frozen_stages": body["freeze_at"] + 1,
+        "backbone_num_channels": hybrid["in_channels"],
+        "num_feature_levels": decoder["num_levels"],
+        "position_embedding": "sine",
+        "hidden_dim": decoder["hidden_dim"],
+        "enc_hidden_dim": hybrid["hidden_dim"],
+        "nheads": hybrid["nhead"],
+        "num_encoder_layers": hybrid["num_encoder_layers"],
+        "use_encoder_idx": hybrid["use_encoder_idx"],
+        "enc_dim_feedforward": hybrid["dim_feedforward"],
+        "dim_feedforward": decoder.get("dim_feedforward", 1024),
+        "expansion": hybrid["expansion"],
+        "depth_mult": hybrid["depth_mult"],
+        "dec_layers": decoder["num_layers"],
+        "dec_n_points": decoder["num_points"],
+        "learnt_init_query": False,
+        **{key: decoder[key] for key in _SAME_IN_BOTH},
     }
+
+
+_SAME_IN_BOTH = (  # names of arguments in full-size D-FINE and the small cases
+    *("num_queries", "num_denoising", "label_noise_ratio", "box_noise_scale", "reg_max", "reg_scale"),
+    *("cross_attn_method", "query_select_method", "layer_scale", "eval_idx"),
+)
 
 
 def denoising(case: Case) -> dict[str, Any]:

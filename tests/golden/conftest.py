@@ -36,9 +36,14 @@ KINDS = {
     "rtdetr_case": r"25",
     "rtdetr_functions_case": r"26c_",
     "rtdetr_noise_case": r"25",
+    "dfine_case": r"27[^f]|28[^f]",
+    "dfine_functions_case": r"27f_",
+    "deim_functions_case": r"28f_",
+    "dfine_encoder_case": r"27[^f]|28[^bf]",
+    "dfine_pixels_case": r"27[pq]_",
 }
 # Starts of the names of cases and key lists whose detectors are not there yet.
-PENDING: tuple[str, ...] = ()
+PENDING: tuple[str, ...] = ("29", "rf_detr")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

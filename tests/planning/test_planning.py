@@ -107,8 +107,8 @@ def kept_by_a_real_run(config: DetectionConfig) -> int:
     if batch.references is not None:
         see(batch.references)
     for part in predicted:
-        see(part.logits)
-        see(part.boxes)
+        for tensor in (part.logits, part.boxes, *(vars(part.distributions).values() if part.distributions else ())):
+            see(tensor)
     return sum(size for storage, size in seen.values() if not storage.expired())
 
 
