@@ -60,7 +60,14 @@ CONTENTS = {
         "docs/reference/settings",
         "docs/reference/api",
     ],
-    "Evidence": ["docs/results", "docs/verification", "docs/fidelity", "docs/gpu", "benchmarks/README"],
+    "Evidence": [
+        "docs/results",
+        "docs/verification",
+        "docs/fidelity",
+        "docs/trains_like_the_original",
+        "docs/gpu",
+        "benchmarks/README",
+    ],
     "Project": ["CONTRIBUTING", "CHANGELOG"],
 }
 

@@ -94,6 +94,25 @@ def test_files_in_the_fidelity_tables_exist() -> None:
     assert not [each for each in sorted(named) if not any((folder / each).exists() for folder in folders)]
 
 
+def missing_tests(page: str) -> list[str]:
+    """Return the tests that ``page`` names as ``tests/FILE.py::NAME`` and that their file does not define."""
+    named = sorted(set(re.findall(r"(tests/[\w/]+\.py)::(\w+)", page)))
+    files = {file for file, _ in named if (ROOT / file).exists()}
+    return [f"{file}::{test}" for file, test in named if file not in files or test not in defined_names(ROOT / file)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_tests_that_a_page_names_exist(name: str) -> None:
+    assert missing_tests(text(name)) == []
+    assert name != "docs/trains_like_the_original.md" or text(name).count(".py::test_") > 40
+
+
+def test_a_wrong_name_of_a_test_is_found() -> None:
+    own = "tests/docs/test_pages.py::test_"
+    wrong = [f"{own}that_does_not_exist", "tests/no/such_file.py::test_links_and_anchors_exist"]
+    assert missing_tests(f"`{own}readme_is_short`, `{wrong[1]}` and `{wrong[0]}`") == wrong
+
+
 @cache
 def defined_names(path: Path) -> set[str]:
     """Return the functions, classes, methods, fields and constants of a module: ``f``, ``A``, ``A.f``."""
