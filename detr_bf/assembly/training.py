@@ -262,6 +262,7 @@ def learning_rate(
         schedule=optimizer.schedule,
         total_steps=total,
         warmup_steps=warmup_steps,
+        warmup_power=optimizer.warmup_power,
         drop_steps=tuple(epoch * steps_per_epoch for epoch in drop_epochs),
         drop_factor=optimizer.drop_factor,
         min_factor=min_factor,

@@ -227,7 +227,8 @@ class OptimizerConfig:
     flat_epochs: int = not_negative(0)  # epochs at the full rate, then half a cosine; only schedule=flat_cosine
     final_epochs: int = not_negative(0)  # epochs at the end with lr times final_factor; only schedule=flat_cosine
     final_factor: float = fraction(0.5)  # factor at the end; only schedule=flat_cosine
-    warmup_steps: int | str = automatic(0, not_negative_rule(STEPS))  # linear warm-up; auto: 10 % of steps, at most 100
+    warmup_steps: int | str = automatic(0, not_negative_rule(STEPS))  # of rising lr; auto: 10 % of steps, at most 100
+    warmup_power: int = positive(1, 10)  # exponent of the rise: 1 is linear; 2 in DEIM
     clip_norm: float = not_negative(0.1)  # maximum gradient norm; 0: no clipping
 
 

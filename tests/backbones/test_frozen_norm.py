@@ -25,6 +25,7 @@ NAMES = [
     "timm:resnetv2_50",
     "timm:vgg11_bn",  # its convolutions have biases
     "timm:resnest14d",  # some of its convolutions have biases
+    "timm:hgnetv2_b0",
 ]
 
 

@@ -186,6 +186,11 @@ def test_flat_cosine_schedule() -> None:
     assert all(rate(step + 1) < rate(step) for step in range(40, 80))
 
 
+def test_warmup_with_an_exponent() -> None:
+    rate = LearningRate("step", total_steps=1000, warmup_steps=9, warmup_power=2)
+    assert [rate(step) for step in (0, 4, 9, 10)] == pytest.approx([0.01, 0.25, 1, 1])
+
+
 @pytest.mark.parametrize("schedule", ["step", "cosine"])
 def test_warmup_rises_linearly_to_the_schedule(schedule: str) -> None:
     rate = LearningRate(schedule, total_steps=1000, warmup_steps=9)

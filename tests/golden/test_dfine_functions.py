@@ -12,6 +12,8 @@ from detr_bf.common.boxes import corners_of, generalized_iou, inverse_sigmoid, i
 from detr_bf.common.structures import Distributions, PaddedTargets
 from detr_bf.detectors.denoising import EMPTY, NoiseDraws, add_contrastive_noise, contrastive_slots, group_count
 from detr_bf.detectors.distributions import DistributionHeads, Gate, bin_distances, moved_sides
+from detr_bf.engine import LearningRate
+from detr_bf.engine.state import AveragedWeights
 from detr_bf.losses import MatchabilityAware, Varifocal
 from detr_bf.losses.distributions import bins_around, distillation_loss, localization_loss, side_distances
 from detr_bf.losses.matcher import Matches, united_pairs
@@ -235,3 +237,34 @@ def test_classification_of_dfine(dfine_functions_case: Case) -> None:
 @pytest.mark.parametrize("name", ["vfl", "mal", "mal_alpha", "mal_gamma2"])
 def test_classification_of_deim(deim_functions_case: Case, name: str) -> None:
     assert_classification(deim_functions_case, name)
+
+
+def test_learning_rates_of_deim(deim_functions_case: Case) -> None:
+    """Compare the schedule; ours begins its warm-up one step later in the parabola, at a rate above 0."""
+    for settings in deim_functions_case.manifest["settings"]["schedule"]:
+        steps = {name: settings[f"{name}_epochs"] * settings["iter_per_epoch"] for name in ("flat", "no_aug")}
+        rate = LearningRate(
+            "flat_cosine",
+            total_steps=settings["epochs"] * settings["iter_per_epoch"],
+            warmup_steps=settings["warmup_iter"],
+            warmup_power=2,
+            min_factor=settings["lr_gamma"],
+            flat_steps=steps["flat"],
+            final_steps=steps["no_aug"],
+        )
+        for step, expected in zip(settings["iteration"], settings["value"], strict=True):
+            tolerance = 2.5 / settings["warmup_iter"] if step < settings["warmup_iter"] else 1e-5
+            assert rate(step) == pytest.approx(expected / settings["lr"], abs=tolerance)
+
+
+def test_averages_of_dfine(dfine_functions_case: Case) -> None:
+    """Compare the decay after some updates; the first update of ours copies the weights."""
+    for settings in dfine_functions_case.manifest["settings"]["ema"]:
+        for updates, expected in zip(settings["updates"], settings["value"], strict=True):
+            model = nn.Linear(1, 1, bias=False)
+            average = AveragedWeights(model, settings["decay"], settings["warmups"])
+            average.n_averaged.fill_(updates - 1)
+            nn.init.zeros_(average.module.weight)
+            nn.init.ones_(model.weight)
+            average.update_parameters(model)
+            assert 1 - average.module.weight.item() == pytest.approx(expected if updates > 1 else 0.0, abs=1e-6)
