@@ -203,7 +203,9 @@ def with_all_trained(name: str, changes: dict[str, Any]) -> float:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("name", "changes"), [("dino", {}), ("rtdetr", {}), ("dfine", {}), ("dab_detr", {"decoder_layers": 1})])
+@pytest.mark.parametrize(
+    ("name", "changes"), [("dino", {}), ("rtdetr", {}), ("dfine", {}), ("dab_detr", {"decoder_layers": 1})]
+)
 def test_two_ranks_take_two_steps_with_parts_that_have_nothing_to_learn(name: str, changes: dict[str, Any]) -> None:
     """DistributedDataParallel stops in the second step if a trained parameter got no gradient in the first."""
     assert all(map(math.isfinite, run_together(2, with_all_trained, name, changes)))
