@@ -26,8 +26,8 @@ class Postprocess:
 
     With a softmax every query gives its best class (Carion et al. 2020); with sigmoid scores the best pairs of query
     and class are taken (Zhu et al. 2021, arXiv 2010.04159). At most ``max_detections`` per image, best first. A pixel
-    belongs to a mask if its probability exceeds ``mask_threshold``. With ``nms``, detections whose IoU with a better one
-    of the same class is above it are then left out (non-maximum suppression).
+    belongs to a mask if its probability exceeds ``mask_threshold``. With ``nms``, detections are left out whose IoU with
+    a better one of the same class is above it (non-maximum suppression).
     """
 
     classification: Classification
