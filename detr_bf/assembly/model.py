@@ -23,7 +23,7 @@ from detr_bf.common.settings import chosen_options, settings_of
 from detr_bf.common.structures import ClassMap
 from detr_bf.common.text import printable
 from detr_bf.config import DetectionConfig
-from detr_bf.config.detection import ModelConfig
+from detr_bf.config.detection import LossConfig, ModelConfig
 from detr_bf.data.batches import derive_seed
 from detr_bf.detectors import DETECTORS, Detector, MaskHead, Options, detector_named
 from detr_bf.detectors.groups import query_groups
@@ -33,6 +33,8 @@ from detr_bf.losses.postprocess import PanopticPostprocess, Postprocess
 from detr_bf.plugins import PluginCriterion
 
 logger = logging.getLogger(__name__)
+
+OF_DISTRIBUTIONS = ("fgl_weight", "ddf_weight", "union")  # settings of the loss that D-FINE alone reads
 
 MOST_CLASSES = 1_000_000
 FOCAL_PRIOR = 0.01  # initial score of every class (Lin et al. 2017, arXiv 1708.02002, section 4.1)
@@ -136,6 +138,9 @@ def _warn_of_unused_settings(config: DetectionConfig) -> None:
         logger.warning("model.groups.one_to_many.queries=0 does not use repeats and weight beside it")
     keys = dict.fromkeys(key for kind in CLASSIFICATIONS.values() for key in settings_of(kind))
     _warn_of_unused("loss", "classification", loss, keys, settings_of(CLASSIFICATIONS[loss.classification]))
+    changed = [key for key in OF_DISTRIBUTIONS if getattr(loss, key) != getattr(LossConfig(), key)]
+    if changed and model.name != "dfine":
+        logger.warning("model.name=%s does not use %s", model.name, ", ".join(f"loss.{key}" for key in changed))
 
 
 def _warn_of_unused(group: str, chosen: str, config: Any, keys: Iterable[str], used: Sequence[str]) -> None:

@@ -42,10 +42,12 @@ class DfineOptions:
         learned_content: learned content of the queries instead of the tokens' features.
         head_activation: activation in box heads, quality and positions of the queries; SiLU in DEIM.
         eval_layer: index of the decoder layer that predicts in evaluation; None: the last.
-        layer_scale: width of the layers after it in units of ``hidden_dim``.
+        layer_scale: width of the layers after it in units of ``hidden_dim``; without effect if there are none.
         reg_max, up, reg_scale: as of :class:`~detr_bf.detectors.distributions.DistributionDecoder`.
         denoising: settings of the noised objects in training.
         as_released: as of RT-DETR.
+
+    With ``pre_norm`` the gate after the attention to tokens still normalises its sum.
     """
 
     denoising: ContrastiveDenoising = DENOISING
@@ -109,6 +111,10 @@ def _check(options: Options, own: DfineOptions, width: int, evaluated: int) -> N
         raise InputError(
             f"layer_scale={own.layer_scale}: batch attention between queries and pre_norm need decoder layers of one "
             "width; set layer_scale=1"
+        )
+    if evaluated != last and not options.aux_loss:
+        raise InputError(
+            f"aux_loss=False trains the last layer alone, and eval_layer={evaluated} predicts in evaluation"
         )
     if options.position_encoding != "sine":
         raise InputError(f"position_encoding must be sine in D-FINE; got '{options.position_encoding}'")

@@ -44,7 +44,8 @@ def dfine_encoder(
             not there or leave out the coarsest.
     """
     if width % 4:
-        raise InputError(f"hidden_dim={width} of the encoder must be divisible by 4 for the sine encoding")
+        name = "hidden_dim" if width == options.hidden_dim else "encoder_dim"
+        raise InputError(f"{name}={width} of the encoder must be divisible by 4 for the sine encoding")
     chosen = [levels - 1] if attention_levels is None else list(attention_levels)
     if chosen != sorted({*chosen} & {*range(levels)}) or levels - 1 not in chosen:
         raise InputError(

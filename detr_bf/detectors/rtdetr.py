@@ -93,7 +93,8 @@ def rtdetr(backbone: nn.Module, channels: Sequence[int], options: Options, own: 
     if options.position_encoding != "sine":
         raise InputError(f"position_encoding must be sine in RT-DETR; got '{options.position_encoding}'")
     if width % 4:
-        raise InputError(f"hidden_dim={width} of the encoder must be divisible by 4 for the sine encoding")
+        name = "hidden_dim" if width == dim else "encoder_dim"
+        raise InputError(f"{name}={width} of the encoder must be divisible by 4 for the sine encoding")
     if options.mask_head is not None and width != dim:
         raise InputError(f"encoder_dim={width} must equal hidden_dim={dim} with a mask head")
     layers = [_decoder_layer(options, own, _points(own, levels)) for _ in range(options.decoder_layers)]

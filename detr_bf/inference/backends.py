@@ -114,12 +114,12 @@ class FileBackend:
         values, targets, detections = self.model.run(batch), batch.targets, list[Any]()
         masks = self.model.masks_over(batch, values["masks"]) if "masks" in values else None
         for image, target in enumerate(targets):
-            row, queries = torch.tensor([image]), torch.arange(values["scores"].shape[1])
+            boxes, scores, labels = (values[name][image] for name in ("boxes", "scores", "labels"))
+            row, kept = torch.tensor([image]), convert.kept(boxes, scores, labels)
             coded = None
             if masks is not None:
-                coded = convert.coded_masks((masks.of(row, query)[0] for query in queries.split(1)), target, targets)
-            boxes, scores, labels = (values[name][image] for name in ("boxes", "scores", "labels"))
-            detections.append(convert.detections(boxes, scores, labels, coded, target))
+                coded = convert.coded_masks((masks.of(row, query)[0] for query in kept.split(1)), target, targets)
+            detections.append(convert.detections(boxes[kept], scores[kept], labels[kept], coded, target))
         return detections
 
 

@@ -26,8 +26,8 @@ class Postprocess:
 
     With a softmax every query gives its best class (Carion et al. 2020); with sigmoid scores the best pairs of query
     and class are taken (Zhu et al. 2021, arXiv 2010.04159). At most ``max_detections`` per image, best first. A pixel
-    belongs to a mask if its probability exceeds ``mask_threshold``. With ``nms``, detections are left out whose IoU with
-    a better one of the same class is above it (non-maximum suppression).
+    belongs to a mask if its probability exceeds ``mask_threshold``. With ``nms``, detections are left out whose IoU
+    with a better one of the same class is above it (non-maximum suppression).
     """
 
     classification: Classification
@@ -47,6 +47,8 @@ class Postprocess:
         self, scores: Tensor, boxes: Tensor, outputs: Outputs, image: int, targets: Sequence[Target]
     ) -> Detections:
         best, query, label = self.classification.candidates(scores, self.max_detections)
+        kept = self.kept(boxes[query], best, label)
+        best, query, label = best[kept], query[kept], label[kept]
         masks = None
         if outputs.masks is not None:
             distinct, index = query.unique(return_inverse=True)  # a query may be detected with several classes
@@ -54,6 +56,12 @@ class Postprocess:
             coded = self.coded_masks(logits, targets[image], targets)
             masks = tuple(coded[i] for i in index.tolist())
         return self.detections(boxes[query], best, label, masks, targets[image])
+
+    def kept(self, boxes: Tensor, scores: Tensor, labels: Tensor) -> Tensor:
+        """Return the indices of the detections of an image that stay, best first; boxes (N, 4) x0, y0, x1, y1."""
+        if self.nms is None:
+            return torch.arange(len(scores), device=scores.device)
+        return batched_nms(boxes, scores, labels, self.nms)
 
     def detections(
         self,
@@ -63,11 +71,7 @@ class Postprocess:
         masks: tuple[dict[str, Any], ...] | None,
         target: Target,
     ) -> Detections:
-        """Return detections of an image with boxes (N, 4) x0, y0, x1, y1 in fractions of it, without duplicates."""
-        if self.nms is not None:
-            kept = batched_nms(boxes, scores, labels, self.nms)
-            boxes, scores, labels = boxes[kept], scores[kept], labels[kept]
-            masks = None if masks is None else tuple(masks[i] for i in kept.tolist())
+        """Return detections of an image with boxes (N, 4) x0, y0, x1, y1 in fractions of it."""
         height, width = target.original_size
         scale = boxes.new_tensor([width, height, width, height])
         return Detections(target.image_id, (boxes * scale).cpu(), scores.cpu(), labels.cpu(), masks)

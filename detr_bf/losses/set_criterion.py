@@ -115,9 +115,9 @@ class SetCriterion:
         names = ("class", "bbox", "giou", "mask", "dice", "fgl", "ddf")
         check_factors("SetCriterion", {f"{name}_weight": getattr(self, f"{name}_weight") for name in names})
         if self.box_weighting not in ("none", "iou", "giou"):
-            raise InputError(f"SetCriterion: box_weighting={self.box_weighting} must be none, iou or giou")
+            raise InputError(f"box_weighting={self.box_weighting} must be none, iou or giou")
         if self.box_weighting == "giou" and isinstance(self.classification, MatchabilityAware):
-            raise InputError("SetCriterion: box_weighting=giou may be negative, which mal cannot use: set iou or none")
+            raise InputError("box_weighting=giou may be negative, which classification=mal cannot use: set iou or none")
 
     def __call__(self, outputs: Outputs, targets: Sequence[Target]) -> LossReport:
         """Compute the loss of R = num_streams x B rows for B targets.

@@ -193,6 +193,10 @@ def test_settings_another_detector_would_use_are_told(caplog: pytest.LogCaptureF
             ["loss.classification=focal", "loss.no_object_weight=0.3"],
             "loss.classification=focal does not use loss.no_object_weight",
         ),
+        (
+            ["loss.fgl_weight=1", "loss.union=false"],
+            "model.name=detr does not use loss.fgl_weight, loss.union",
+        ),
     ],
 )
 def test_settings_of_other_losses_and_of_no_queries_are_told(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from torch import nn
 
 from detr_bf.batchformer import QueryBatchFormer
+from detr_bf.common.errors import InputError
 from detr_bf.common.structures import Outputs
 from detr_bf.detectors import Detector
 from detr_bf.detectors.denoising import ContrastiveDenoising
@@ -18,12 +18,7 @@ from detr_bf.losses import Focal, HungarianMatcher, MatchabilityAware, SetCriter
 from tests.detectors import tiny
 from tests.detectors.tiny import DETECTORS, DIM, IMAGES, QUERIES, batch_former, images, shaken, with_fixed_norms
 
-
-@pytest.fixture(autouse=True)
-def double() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 def detector(*, layers: int = 3, std: float = 0.3, changes: dict[str, Any] | None = None, **own: Any) -> Detector:
@@ -42,6 +37,11 @@ def test_the_first_outputs_are_the_boxes_of_the_tokens() -> None:
     assert outputs.proposals is not None
     for boxes in outputs.boxes:
         torch.testing.assert_close(boxes, outputs.proposals.boxes[0], rtol=0, atol=1e-4)
+
+
+def test_an_evaluated_layer_needs_a_loss_of_its_own() -> None:
+    with pytest.raises(InputError, match="aux_loss=False trains the last layer alone, and eval_layer=1 predicts"):
+        detector(eval_layer=1, changes={"aux_loss": False})
 
 
 def test_layers_after_the_evaluated_one() -> None:

@@ -52,7 +52,7 @@ def test_wrong_levels_are_refused(levels: list[int]) -> None:
 
 
 def test_wrong_widths_are_refused() -> None:
-    with pytest.raises(InputError, match="hidden_dim=34 of the encoder must be divisible by 4"):
+    with pytest.raises(InputError, match="encoder_dim=34 of the encoder must be divisible by 4"):
         build(width=34)
     with pytest.raises(InputError, match=r"expansion=0\.01 of 32 channels leaves none: give at least 2/32"):
         build(expansion=0.01)

@@ -17,10 +17,7 @@ IMAGES, LAYERS, QUERIES, CLASSES, REG_MAX = 2, 3, 6, 4, 8
 BINS = bin_distances(REG_MAX, torch.tensor([0.5]), torch.tensor([4.0])).double()
 
 
-@pytest.fixture(autouse=True)
-def double() -> None:
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 def predicted(streams: int = 1, layers: int = LAYERS) -> Outputs:

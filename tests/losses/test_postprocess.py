@@ -141,6 +141,20 @@ def test_detections_have_masks_of_the_original_image() -> None:
         assert torch.equal(masks, expected[[*labels, CLASSES]])
 
 
+def test_duplicates_are_left_out_with_their_masks() -> None:
+    """All boxes are equal, so that of each class only the best query is kept."""
+    outputs, targets = masked_example(queries=2 * CLASSES, classification=Focal())
+    outputs.logits[..., :CLASSES, :] -= 1
+    few = Postprocess(Focal(), 2 * CLASSES, nms=0.5)(outputs, targets)
+    for found, every in zip(few, Postprocess(Focal(), 100)(outputs, targets), strict=True):
+        assert sorted(found.labels[:CLASSES].tolist()) == list(range(CLASSES))
+        assert len(found.scores) == CLASSES
+        best = [every.labels.tolist().index(label) for label in found.labels.tolist()]
+        assert found.masks is not None
+        assert every.masks is not None
+        assert list(found.masks) == [every.masks[i] for i in best]
+
+
 class LargestTensor(TorchDispatchMode):
     """Bytes of the largest result of an operator."""
 
