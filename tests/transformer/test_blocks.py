@@ -28,7 +28,7 @@ def test_feed_forward_with_other_activations(name: str, function: Callable[[Tens
 
 
 def test_an_unknown_activation_is_refused() -> None:
-    with pytest.raises(InputError, match="activation must be relu, prelu, gelu; got 'swish'"):
+    with pytest.raises(InputError, match="activation must be relu, prelu, gelu, silu; got 'swish'"):
         FeedForward(4, 6, activation="swish")
 
 
