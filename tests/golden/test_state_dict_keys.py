@@ -41,7 +41,7 @@ class Stats(NamedTuple):
     @classmethod
     def of(cls, tensor: Tensor, correction: int) -> Stats:
         x = tensor.double()
-        std = x.std(correction=correction).item() if len(x) > 1 else 0.0
+        std = x.std(correction=correction).item() if x.numel() > 1 else 0.0
         return cls(x.mean().item(), std, x.min().item(), x.max().item())
 
 
