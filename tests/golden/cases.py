@@ -19,6 +19,7 @@ from detr_bf.detectors.denoising import ContrastiveDenoising
 from detr_bf.detectors.groups import ONE_TO_MANY, query_groups
 from detr_bf.interop.formats import from_foreign, to_foreign
 from detr_bf.losses import CrossEntropy, Focal, HungarianMatcher, SetCriterion
+from detr_bf.losses.matcher import Matches
 
 SHARED = Path(__file__).parents[3] / "shared"
 FOLDERS = tuple(SHARED / name for name in ("golden", "golden_successors", "golden_dfine"))  # read without --golden
@@ -287,15 +288,18 @@ def dfine_settings(cfg: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def flat_rtdetr(args: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a full-size RT-DETR, nested in a key list, by the names of the small cases."""
-    body, hybrid = args["PResNet"], args["HybridEncoder"]
-    decoder = args.get("RTDETRTransformerv2") or args["RTDETRTransformer"]
+def assert_same_pairs(case: Case, names: str, matches: Matches, layer: int, rows: int) -> None:
+    """Compare the pairs of a layer with the recorded ones, ``names.ROW.src`` and ``names.ROW.tgt``, in their order."""
+    for row in range(rows):
+        here = (matches.layer == layer) & (matches.row == row)
+        expected = case.below(f"{names}.{row}.")
+        assert torch.equal(matches.query[here], expected["src"])
+        assert torch.equal(matches.target[here], expected["tgt"])
+
+
+def _of_hybrid_encoder(hybrid: dict[str, Any], decoder: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a hybrid encoder, and those of the decoder that it shares."""
     return {
-        "backbone": f"resnet{body['depth']}vd",
-        "dilation": False,
-        "frozen_norm": body["freeze_norm"],
-        "frozen_stages": body["freeze_at"] + 1,
         "backbone_num_channels": hybrid["in_channels"],
         "num_feature_levels": decoder["num_levels"],
         "position_embedding": "sine",
@@ -305,9 +309,22 @@ def flat_rtdetr(args: dict[str, Any]) -> dict[str, Any]:
         "num_encoder_layers": hybrid["num_encoder_layers"],
         "use_encoder_idx": hybrid["use_encoder_idx"],
         "enc_dim_feedforward": hybrid["dim_feedforward"],
-        "dim_feedforward": 1024,  # their default, which no recipe changes
         "expansion": hybrid["expansion"],
         "depth_mult": hybrid["depth_mult"],
+    }
+
+
+def flat_rtdetr(args: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a full-size RT-DETR, nested in a key list, by the names of the small cases."""
+    body, hybrid = args["PResNet"], args["HybridEncoder"]
+    decoder = args.get("RTDETRTransformerv2") or args["RTDETRTransformer"]
+    return {
+        "backbone": f"resnet{body['depth']}vd",
+        "dilation": False,
+        "frozen_norm": body["freeze_norm"],
+        "frozen_stages": body["freeze_at"] + 1,
+        **_of_hybrid_encoder(hybrid, decoder),
+        "dim_feedforward": 1024,  # their default, which no recipe changes
         "dec_layers": decoder.get("num_decoder_layers", decoder.get("num_layers")),
         "dec_n_points": decoder.get("num_points", 4),
         "cross_attn_method": decoder.get("cross_attn_method", "default"),
@@ -333,18 +350,8 @@ def flat_dfine(args: dict[str, Any]) -> dict[str, Any]:
         "dilation": False,
         "frozen_norm": body["freeze_norm"],
         "frozen_stages": body["freeze_at"] + 1,
-        "backbone_num_channels": hybrid["in_channels"],
-        "num_feature_levels": decoder["num_levels"],
-        "position_embedding": "sine",
-        "hidden_dim": decoder["hidden_dim"],
-        "enc_hidden_dim": hybrid["hidden_dim"],
-        "nheads": hybrid["nhead"],
-        "num_encoder_layers": hybrid["num_encoder_layers"],
-        "use_encoder_idx": hybrid["use_encoder_idx"],
-        "enc_dim_feedforward": hybrid["dim_feedforward"],
+        **_of_hybrid_encoder(hybrid, decoder),
         "dim_feedforward": decoder.get("dim_feedforward", 1024),
-        "expansion": hybrid["expansion"],
-        "depth_mult": hybrid["depth_mult"],
         "dec_layers": decoder["num_layers"],
         "dec_n_points": decoder["num_points"],
         "learnt_init_query": False,

@@ -20,6 +20,7 @@ from tests.golden.cases import (
     Case,
     assert_close,
     assert_gradients,
+    assert_same_pairs,
     build,
     detector,
     family,
@@ -227,11 +228,7 @@ def assert_matchings(case: Case, run: str, outputs: Outputs, targets: list[Targe
     found, union = matcher.match_united([(part, padded, 1) for _, part in parts])
     for (names, _), matches in zip(parts, found, strict=True):
         for layer, call in enumerate(names):
-            for row in range(len(targets)):
-                here = (matches.layer == layer) & (matches.row == row)
-                expected = case.below(f"{run}.out.indices.{call}.{row}.")
-                assert torch.equal(matches.query[here], expected["src"])
-                assert torch.equal(matches.target[here], expected["tgt"])
+            assert_same_pairs(case, f"{run}.out.indices.{call}", matches, layer, len(targets))
     for row in range(len(targets)):
         pairs = case.below(f"{run}.out.indices.go.{row}.")
         recorded = set(zip(pairs["src"].tolist(), pairs["tgt"].tolist(), strict=True))

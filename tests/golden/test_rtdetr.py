@@ -21,6 +21,7 @@ from tests.golden.cases import (
     Case,
     assert_close,
     assert_gradients,
+    assert_same_pairs,
     build,
     family,
     features,
@@ -116,11 +117,7 @@ def assert_matchings(case: Case, run: str, outputs: Outputs, targets: list[Targe
     for names, part in ((calls, outputs), (["enc"], outputs.proposals)):
         matches = matcher(part, padded)
         for layer, call in enumerate(names):
-            for row in range(len(targets)):
-                here = (matches.layer == layer) & (matches.row == row)
-                expected = case.below(f"{run}.out.indices.{call}.{row}.")
-                assert torch.equal(matches.query[here], expected["src"])
-                assert torch.equal(matches.target[here], expected["tgt"])
+            assert_same_pairs(case, f"{run}.out.indices.{call}", matches, layer, len(targets))
 
 
 @pytest.mark.parametrize("run", RUNS)
