@@ -291,6 +291,10 @@ class TimedMatcher:
         with self.watch.inside("matching"):
             return self.matcher.match_all(problems)
 
+    def match_united(self, problems: Any) -> Any:
+        with self.watch.inside("matching"):
+            return self.matcher.match_united(problems)
+
 
 class Timed(nn.Module):
     """A module timed as ``part``, forward and backward."""

@@ -1,4 +1,4 @@
-"""Name tables of Hugging Face transformers: DETR, Conditional DETR, DAB-DETR, Deformable DETR and RT-DETR.
+"""Name tables of Hugging Face transformers: DETR, Conditional DETR, DAB-DETR, Deformable DETR, RT-DETR and D-FINE.
 
 Names of transformers 5 are written and read; names of transformers 4, in most published files, are only read. The
 backbone is timm's ResNet with torchvision's names, or transformers' own (``no_timm`` files).
@@ -6,7 +6,7 @@ backbone is timm's ResNet with torchvision's names, or transformers' own (``no_t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import wraps
 
@@ -17,6 +17,7 @@ from detr_bf.interop.official import (
     VD_STEM,
     deformable_attention,
     deformable_heads,
+    dfine_fusion,
     normed_convolution,
     rtdetr_fusion,
     rtdetr_queries,
@@ -24,6 +25,8 @@ from detr_bf.interop.official import (
 from detr_bf.interop.rules import BODY, Layout, NameRule, rename
 
 TIMM_MODULE = "_backbone"  # module around timm's network in some of their detectors
+HGNET_BLOCKS, HGNET_LAYERS = 6, 6  # at most: blocks of a stage of HGNetv2, layers of a block
+FULLY_CONNECTED = ("mlp.fc1", "mlp.fc2")
 Table = Callable[[Layout], Iterator[NameRule]]
 
 
@@ -131,15 +134,7 @@ def hf_rtdetr(layout: Layout) -> Iterator[NameRule]:
 def hf_rtdetrv2(layout: Layout) -> Iterator[NameRule]:
     """RTDetrV2ForObjectDetection."""
     yield from _resnet_vd()
-    for level in range(RTDETR_LEVELS):
-        for name, ours in (("encoder_input_proj", "tokens"), ("decoder_input_proj", "encoder")):
-            yield from normed_convolution(f"model.{name}.{level}", f"{ours}.projections.{level}", NORMED_SEQUENCE)
-    for layer in range(layout.encoder_layers):
-        theirs, ours = f"model.encoder.aifi.0.layers.{layer}", f"encoder.encoder.layers.{layer}"
-        rules = (*_attention(f"{theirs}.self_attn", f"{ours}.attention.attention"), *_encoder_layer(theirs, ours))
-        for rule in rules:
-            names = (name.replace(".aifi.", ".encoder.") for name in (*rule.theirs, *rule.older))
-            yield replace(rule, older=tuple(names))
+    yield from _hybrid_encoder(layout, FULLY_CONNECTED)
     yield from rtdetr_fusion("model.encoder")
     yield from rtdetr_queries("model", "model.decoder", ("0", "1"))
     for theirs, ours in _layers("decoder", layout.decoder_layers):
@@ -147,9 +142,30 @@ def hf_rtdetrv2(layout: Layout) -> Iterator[NameRule]:
         yield from deformable_attention(f"{theirs}.encoder_attn", f"{ours}.cross_attention.attention")
         yield rename(f"{theirs}.encoder_attn.n_points_scale", f"{ours}.cross_attention.attention.scale")
         yield from _decoder_layer(theirs, ours)
+    yield from _heads_of_layers(layout)
+
+
+def hf_dfine(layout: Layout) -> Iterator[NameRule]:
+    """DFineForObjectDetection."""
+    feed_forward = ("mlp.layers.0", "mlp.layers.1")
+    yield from _hgnetv2()
+    yield from _hybrid_encoder(layout, feed_forward)
+    block = ("conv1", "csp_rep1", "conv2", "csp_rep2", "conv3", "conv4")
+    yield from dfine_fusion("model.encoder", ("conv1", "conv2"), block)
+    yield from rtdetr_queries("model", "model.decoder", ("0", "1"))
+    yield rename("model.decoder.pre_bbox_head", "decoder.heads.first_box")
+    for name in ("up", "reg_scale"):
+        yield rename(f"model.decoder.{name}", f"decoder.{name}")
+    for theirs, ours in _layers("decoder", layout.decoder_layers):
+        yield from _attention(f"{theirs}.self_attn", f"{ours}.self_attention.attention")
+        yield from deformable_attention(f"{theirs}.encoder_attn", f"{ours}.cross_attention.attention")
+        yield rename(f"{theirs}.encoder_attn.num_points_scale", f"{ours}.cross_attention.attention.scale")
+        yield rename(f"{theirs}.self_attn_layer_norm", f"{ours}.self_residual.norm")
+        yield rename(f"{theirs}.gateway", f"{ours}.cross_residual")
+        yield from _feed_forward(theirs, ours, feed_forward)
     for layer in range(layout.decoder_layers):
-        for name, heads in (("class_embed", "classes"), ("bbox_embed", "boxes")):
-            yield rename((f"model.decoder.{name}.{layer}", f"{name}.{layer}"), f"decoder.heads.{heads}.{layer}")
+        yield rename(f"model.decoder.lqe_layers.{layer}.reg_conf", f"decoder.heads.quality.{layer}")
+    yield from _heads_of_layers(layout)
 
 
 def own_resnet(table: Table) -> Table:
@@ -203,6 +219,41 @@ def _resnet_vd() -> Iterator[NameRule]:
         yield rename(f"{body}.{theirs}.normalization", f"{BODY}.{norm}")
 
 
+def _hgnetv2() -> Iterator[NameRule]:
+    body = "model.backbone.model"
+    rows = [(f"embedder.stem{part}", f"stem.stem{part}") for part in ("1", "2a", "2b", "3", "4")]
+    for stage in range(4):
+        theirs, ours = f"encoder.stages.{stage}", f"stages_{stage}"
+        rows.append((f"{theirs}.downsample", f"{ours}.downsample"))
+        for block in range(HGNET_BLOCKS):
+            inside = [f"layers.{layer}{part}" for layer in range(HGNET_LAYERS) for part in ("", ".conv1", ".conv2")]
+            inside += [f"aggregation.{number}" for number in range(2)]
+            rows += [(f"{theirs}.blocks.{block}.{each}", f"{ours}.blocks.{block}.{each}") for each in inside]
+    for theirs, ours in rows:
+        for part, own in (("convolution", "conv"), ("normalization", "bn"), ("lab", "lab")):
+            yield rename(f"{body}.{theirs}.{part}", f"{BODY}.{ours}.{own}")
+
+
+def _hybrid_encoder(layout: Layout, feed_forward: Sequence[str]) -> Iterator[NameRule]:
+    """Yield the rules of the projections and of the encoder layers."""
+    for level in range(RTDETR_LEVELS):
+        for name, ours in (("encoder_input_proj", "tokens"), ("decoder_input_proj", "encoder")):
+            yield from normed_convolution(f"model.{name}.{level}", f"{ours}.projections.{level}", NORMED_SEQUENCE)
+    for layer in range(layout.encoder_layers):
+        theirs, ours = f"model.encoder.aifi.0.layers.{layer}", f"encoder.encoder.layers.{layer}"
+        attention = _attention(f"{theirs}.self_attn", f"{ours}.attention.attention")
+        for rule in (*attention, *_encoder_layer(theirs, ours, feed_forward)):
+            names = (name.replace(".aifi.", ".encoder.") for name in (*rule.theirs, *rule.older))
+            yield replace(rule, older=tuple(names))
+
+
+def _heads_of_layers(layout: Layout) -> Iterator[NameRule]:
+    """Yield the rules of the heads, which a file holds in the decoder and again beside it."""
+    for layer in range(layout.decoder_layers):
+        for name, heads in (("class_embed", "classes"), ("bbox_embed", "boxes")):
+            yield rename((f"model.decoder.{name}.{layer}", f"{name}.{layer}"), f"decoder.heads.{heads}.{layer}")
+
+
 def _own_resnet(layout: Layout, body: NameRule) -> Iterator[NameRule]:
     """Yield the rules of the modules inside the backbone of the rule ``body``."""
     yield from _convolution(body, "embedder.embedder", "conv1", "bn1")
@@ -245,9 +296,9 @@ def _layers(name: str, count: int) -> Iterator[tuple[str, str]]:
         yield f"model.{name}.layers.{layer}", f"{name}.layers.{layer}"
 
 
-def _encoder_layer(theirs: str, ours: str) -> Iterator[NameRule]:
+def _encoder_layer(theirs: str, ours: str, feed_forward: Sequence[str] = FULLY_CONNECTED) -> Iterator[NameRule]:
     yield rename(f"{theirs}.self_attn_layer_norm", f"{ours}.attention_residual.norm")
-    yield from _feed_forward(theirs, ours)
+    yield from _feed_forward(theirs, ours, feed_forward)
 
 
 def _decoder_layer(theirs: str, ours: str) -> Iterator[NameRule]:
@@ -256,9 +307,9 @@ def _decoder_layer(theirs: str, ours: str) -> Iterator[NameRule]:
     yield from _feed_forward(theirs, ours)
 
 
-def _feed_forward(theirs: str, ours: str) -> Iterator[NameRule]:
-    yield rename(f"{theirs}.mlp.fc1", f"{ours}.feed_forward.expand", older=[f"{theirs}.fc1"])
-    yield rename(f"{theirs}.mlp.fc2", f"{ours}.feed_forward.contract", older=[f"{theirs}.fc2"])
+def _feed_forward(theirs: str, ours: str, names: Sequence[str] = FULLY_CONNECTED) -> Iterator[NameRule]:
+    yield rename(f"{theirs}.{names[0]}", f"{ours}.feed_forward.expand", older=[f"{theirs}.fc1"])
+    yield rename(f"{theirs}.{names[1]}", f"{ours}.feed_forward.contract", older=[f"{theirs}.fc2"])
     yield rename(f"{theirs}.final_layer_norm", f"{ours}.feed_forward_residual.norm")
 
 

@@ -252,7 +252,8 @@ def official_dfine(layout: Layout) -> Iterator[NameRule]:
     for stage in range(4):
         yield rename(f"backbone.stages.{stage}", f"{BODY}.stages_{stage}")
     yield from _hybrid_encoder(layout, NORMED)
-    yield from _dfine_fusion()
+    block = ("cv1", "cv2.0", "cv2.1", "cv3.0", "cv3.1", "cv4")
+    yield from dfine_fusion("encoder", ("0.cv1", "0.cv2"), block)
     yield from rtdetr_queries("decoder", "decoder", ("proj", "norm"))
     yield from _rtdetr_layers(layout)
     yield rename("decoder.pre_bbox_head", "decoder.heads.first_box")
@@ -265,19 +266,26 @@ def official_dfine(layout: Layout) -> Iterator[NameRule]:
         yield rename(f"decoder.decoder.lqe_layers.{layer}.reg_conf", f"decoder.heads.quality.{layer}")
 
 
-def _dfine_fusion() -> Iterator[NameRule]:
+def dfine_fusion(encoder: str, down: Sequence[str], block: Sequence[str]) -> Iterator[NameRule]:
+    """Cross-scale fusion of D-FINE.
+
+    Args:
+        down: names of the two convolutions of a downsampling.
+        block: names of the six parts of a fusion block, in the order in which they are applied.
+    """
     for step in range(RTDETR_LEVELS - 1):
-        yield from normed_convolution(f"encoder.lateral_convs.{step}", f"encoder.fusion.lateral.{step}")
-        for number in range(2):
-            theirs = f"encoder.downsample_convs.{step}.0.cv{number + 1}"
+        yield from normed_convolution(f"{encoder}.lateral_convs.{step}", f"encoder.fusion.lateral.{step}")
+        for number, name in enumerate(down):
+            theirs = f"{encoder}.downsample_convs.{step}.{name}"
             yield from normed_convolution(theirs, f"encoder.fusion.down.{step}.{number}")
         for name, part in (("fpn_blocks", "finer"), ("pan_blocks", "coarser")):
-            theirs, ours = f"encoder.{name}.{step}", f"encoder.fusion.{part}.{step}"
-            yield from normed_convolution(f"{theirs}.cv1", f"{ours}.enter")
-            yield from normed_convolution(f"{theirs}.cv4", f"{ours}.leave")
-            for own, branch in (("cv2", "first"), ("cv3", "second")):
-                yield from _fusion_block(f"{theirs}.{own}.0", f"{ours}.{branch}.0")
-                yield from normed_convolution(f"{theirs}.{own}.1", f"{ours}.{branch}.1")
+            theirs, ours = f"{encoder}.{name}.{step}", f"encoder.fusion.{part}.{step}"
+            enter, *branches, leave = (f"{theirs}.{each}" for each in block)
+            yield from normed_convolution(enter, f"{ours}.enter")
+            for branch, blocks, convolution in (("first", *branches[:2]), ("second", *branches[2:])):
+                yield from _fusion_block(blocks, f"{ours}.{branch}.0")
+                yield from normed_convolution(convolution, f"{ours}.{branch}.1")
+            yield from normed_convolution(leave, f"{ours}.leave")
 
 
 def _resnet_vd() -> Iterator[NameRule]:

@@ -268,6 +268,14 @@ def _hugging_face() -> Iterator[PublishedWeights]:
         ("", "PekingU/rtdetr_v2_r34vd", "rtdetrv2_r18", _R34VD, 126, None),
         ("", "PekingU/rtdetr_v2_r50vd", "rtdetrv2_r50", (), 172, None),
         ("", "PekingU/rtdetr_v2_r101vd", "rtdetrv2_r50", _R101_WIDE, None, None),
+        ("", "ustc-community/dfine-nano-coco", "dfine_n", (), 15.3, None),
+        ("", "ustc-community/dfine-small-coco", "dfine_s", (), 41.5, None),
+        ("", "ustc-community/dfine-medium-coco", "dfine_m", (), 78.7, None),
+        ("", "ustc-community/dfine-large-coco", "dfine_l", (), 126, None),
+        ("", "ustc-community/dfine-xlarge-coco", "dfine_x", (), 252, None),
+        ("", "ustc-community/dfine-small-obj2coco", "dfine_s", (), 41.5, None),
+        ("", "ustc-community/dfine-medium-obj2coco", "dfine_m", (), 78.7, None),
+        ("", "ustc-community/dfine-xlarge-obj2coco", "dfine_x", (), 252, None),
     ):
         url = f"{HUB}/{hub_id}/resolve/main/model.safetensors"
         for each in filter(None, (name, hub_id)):

@@ -18,6 +18,7 @@ import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
 
+from detr_bf.backbones import HGNETS
 from detr_bf.backbones.backbone import MEAN, STD
 from detr_bf.batchformer.modes import EVALUATED_MODES
 from detr_bf.common.errors import InputError
@@ -42,7 +43,9 @@ _NAMES = {  # our detector: their classes, model_type, image processor
     "deformable_detr": ("DeformableDetr", "deformable_detr", "DeformableDetrImageProcessor"),
     "rtdetr": ("RTDetr", "rt_detr", "RTDetrImageProcessor"),
     "rtdetrv2": ("RTDetrV2", "rt_detr_v2", "RTDetrImageProcessor"),
+    "dfine": ("DFine", "d_fine", "RTDetrImageProcessor"),
 }
+_HYBRID = ("rtdetr", "rtdetrv2", "dfine")  # hybrid encoder, images of colours from 0 to 1
 _SETTINGS = {  # theirs: ours, of all detectors
     "num_queries": "num_queries",
     "decoder_layers": "decoder_layers",
@@ -55,6 +58,16 @@ _DEFORMABLE = {
     "decoder_n_points": "decoder_points",
     "with_box_refine": "box_refine",
     "two_stage": "two_stage",
+}
+_HGNET_STAGES = {  # theirs: index in timm's description of a stage
+    "stage_in_channels": 0,
+    "stage_mid_channels": 1,
+    "stage_out_channels": 2,
+    "stage_num_blocks": 3,
+    "stage_downsample": 4,
+    "stage_light_block": 5,
+    "stage_kernel_size": 6,
+    "stage_numb_of_layers": 7,
 }
 _RESNETS_VD = {
     "resnet18vd": ("basic", (64, 128, 256, 512), (2, 2, 2, 2)),
@@ -116,7 +129,7 @@ def write_transformers_folder(
         _image_processor(library, config).save_pretrained(unfinished)
         write_weights(unfinished / TRANSFORMERS_FILES[0], kept, form)
         theirs = model_class.from_pretrained(unfinished).eval()
-        _compare(detector, theirs, normalised=not name.startswith("rtdetr"))
+        _compare(detector, theirs, normalised=name not in _HYBRID)
         for file in TRANSFORMERS_FILES:
             (unfinished / file).replace(folder / file)
     return left_out
@@ -148,34 +161,64 @@ def _their_config(library: Any, config: Mapping[str, Any], classes: ClassMap) ->
         temperature = int(model["position_temperature"])
         own = {"num_patterns": model["dab"]["patterns"], "activation_function": model["activation"]}
         own |= {"temperature_height": temperature, "temperature_width": temperature}
-    elif name.startswith("rtdetr"):
-        own = _rtdetr_settings(model)
+    elif name in _HYBRID:
+        own = _hybrid_settings(model) | (_dfine_settings(model) if name == "dfine" else _rtdetr_settings(model))
     if name in ("detr", "conditional_detr", "deformable_detr"):
         own["position_embedding_type"] = model["position_encoding"]
-    if not name.startswith("rtdetr") and name != "dab_detr":
+    if name not in (*_HYBRID, "dab_detr"):
         own["activation_function"] = model["activation"]
     return getattr(library, f"{_NAMES[name][0]}Config")(**(shared | own))
 
 
-def _rtdetr_settings(model: Mapping[str, Any]) -> dict[str, Any]:
-    own = model["rtdetr"]
-    width = own["encoder_dim"] or model["hidden_dim"]
-    settings = {
+def _hybrid_settings(model: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that RT-DETR and D-FINE share."""
+    own = model["dfine" if model["name"] == "dfine" else "rtdetr"]
+    width, strides = own["encoder_dim"] or model["hidden_dim"], model["backbone"]["strides"]
+    return {
         "encoder_hidden_dim": width,
         "encoder_ffn_dim": own["encoder_feedforward_dim"] or model["feedforward_dim"],
-        "encoder_in_channels": list(_RESNETS_VD[model["backbone"]["name"]][1][1:]),
         "hidden_expansion": own["expansion"],
-        "decoder_in_channels": [width] * 3,
-        "decoder_n_points": own["points"][0],
+        "decoder_in_channels": [width] * len(strides),
         "num_denoising": model["denoising"]["queries"],
         "learn_initial_query": own["learned_content"],
+        "decoder_method": "discrete" if own["sampling"] == "discrete" else "default",
     }
-    sampling = {"decoder_method": "discrete" if own["sampling"] == "discrete" else "default"}
-    return settings | (sampling if model["name"] == "rtdetrv2" else {})
+
+
+def _rtdetr_settings(model: Mapping[str, Any]) -> dict[str, Any]:
+    channels = list(_RESNETS_VD[model["backbone"]["name"]][1][1:])
+    return {"encoder_in_channels": channels, "decoder_n_points": model["rtdetr"]["points"][0]}
+
+
+def _dfine_settings(model: Mapping[str, Any]) -> dict[str, Any]:
+    own, strides = model["dfine"], list(model["backbone"]["strides"])
+    evaluated = -1 if own["eval_layer"] is None else own["eval_layer"]
+    return {
+        "encoder_in_channels": _hgnet(model["backbone"]["name"])["stage_out_channels"][-len(strides) :],
+        "encode_proj_layers": own["attention_levels"] or [len(strides) - 1],
+        "feat_strides": strides,
+        "num_feature_levels": len(strides),
+        "depth_mult": own["fusion_blocks"] / 3,
+        "decoder_n_points": own["points"] * len(strides) if len(own["points"]) == 1 else own["points"],
+        "decoder_activation_function": model["activation"],
+        "eval_idx": evaluated,
+        "layer_scale": own["layer_scale"],
+        "max_num_bins": own["reg_max"],
+        "reg_scale": own["reg_scale"],
+        "up": own["up"],
+    }
+
+
+def _hgnet(name: str) -> dict[str, list[Any]]:
+    """Return the stages of ``hgnetv2_b0`` to ``hgnetv2_b6`` by their names, as timm describes them."""
+    from timm.models.hgnet import model_cfgs
+
+    stages = [model_cfgs[name][f"stage{number}"] for number in (1, 2, 3, 4)]
+    return {theirs: [stage[index] for stage in stages] for theirs, index in _HGNET_STAGES.items()}
 
 
 def _their_backbone(library: Any, backbone: Mapping[str, Any]) -> Any:
-    """Return the configuration of the backbone: timm's ResNet, or transformers' ResNet-vd.
+    """Return the configuration of the backbone: timm's ResNet, or transformers' ResNet-vd or HGNetv2.
 
     Raises:
         InputError: transformers has no such network.
@@ -187,10 +230,21 @@ def _their_backbone(library: Any, backbone: Mapping[str, Any]) -> Any:
         return library.RTDetrResNetConfig(
             layer_type=kind, hidden_sizes=list(sizes), depths=list(depths), out_features=stages
         )
+    if name in HGNETS:
+        from timm.models.hgnet import model_cfgs
+
+        stages = _hgnet(name)
+        return library.HGNetV2Config(
+            **stages,
+            stem_channels=[3, *model_cfgs[name]["stem_chs"]],
+            hidden_sizes=stages["stage_out_channels"],
+            use_learnable_affine_block=name in HGNETS[:4],
+            out_features=["stage1", "stage2", "stage3", "stage4"][-len(backbone["strides"]) :],
+        )
     if not name.startswith("resnet") or backbone["dilation"]:
         raise InputError(
             f"a backbone {name}{' with dilation' if backbone['dilation'] else ''} cannot be written for transformers: "
-            "only ResNets without dilation"
+            "only ResNets without dilation, and HGNetv2"
         )
     levels = tuple(int(math.log2(stride)) - 1 for stride in backbone["strides"])
     return library.TimmBackboneConfig(backbone=name, out_indices=levels, use_pretrained_backbone=False)
@@ -210,7 +264,7 @@ def _image_processor(library: Any, config: Mapping[str, Any]) -> Any:
         if side
         else {"shortest_edge": transforms["eval_short_side"], "longest_edge": transforms["max_size"]}
     )
-    more = {"do_normalize": False} if name.startswith("rtdetr") else {"image_mean": list(MEAN), "image_std": list(STD)}
+    more = {"do_normalize": False} if name in _HYBRID else {"image_mean": list(MEAN), "image_std": list(STD)}
     return getattr(library, _NAMES[name][2])(size=size, **more)
 
 
@@ -305,7 +359,7 @@ def read_transformers_config(folder: Path) -> tuple[str, list[str], ClassMap]:
         classes = replace(classes, category_ids=tuple(stored))
     elif classes.names == (coco := coco_classes()).names:
         classes = coco
-    recipe = "rtdetr_r50" if name == "rtdetr" else "rtdetrv2_r50" if name == "rtdetrv2" else f"{name}_r50"
+    recipe = "dfine_l" if name == "dfine" else f"{name}_r50"
     return recipe, _our_settings(name, found, read_json_object(folder / TRANSFORMERS_FILES[2])), classes
 
 
@@ -321,14 +375,29 @@ def _our_settings(name: str, found: Any, processing: Mapping[str, Any]) -> list[
         values |= {f"deformable.{ours}": getattr(found, theirs) for theirs, ours in _DEFORMABLE.items()}
         if found.two_stage:
             values["num_queries"] = found.two_stage_num_proposals
-    if name.startswith("rtdetr"):
+    if name in _HYBRID:
+        own = "dfine" if name == "dfine" else "rtdetr"
+        points = [found.decoder_n_points] if isinstance(found.decoder_n_points, int) else found.decoder_n_points
         values |= {
-            "rtdetr.encoder_dim": found.encoder_hidden_dim,
-            "rtdetr.encoder_feedforward_dim": found.encoder_ffn_dim,
-            "rtdetr.expansion": found.hidden_expansion,
-            "rtdetr.points": f"[{found.decoder_n_points}]",
-            "rtdetr.learned_content": found.learn_initial_query,
-            "rtdetr.sampling": "discrete" if getattr(found, "decoder_method", "") == "discrete" else "bilinear",
+            f"{own}.encoder_dim": found.encoder_hidden_dim,
+            f"{own}.encoder_feedforward_dim": found.encoder_ffn_dim,
+            f"{own}.expansion": found.hidden_expansion,
+            f"{own}.points": list(points),
+            f"{own}.learned_content": found.learn_initial_query,
+            f"{own}.sampling": "discrete" if getattr(found, "decoder_method", "") == "discrete" else "bilinear",
+        }
+    if name == "dfine":
+        last = found.eval_idx in (-1, found.decoder_layers - 1)
+        values |= {
+            "dfine.fusion_blocks": round(3 * found.depth_mult),
+            "dfine.attention_levels": list(found.encode_proj_layers),
+            "dfine.eval_layer": "null" if last else found.eval_idx,
+            "dfine.layer_scale": found.layer_scale,
+            "dfine.reg_max": found.max_num_bins,
+            "dfine.reg_scale": found.reg_scale,
+            "dfine.up": found.up,
+            "activation": found.decoder_activation_function,
+            "backbone.strides": list(found.feat_strides),
         }
     values |= _our_backbone(name, found)
     written = {key: str(value).lower() if isinstance(value, bool) else value for key, value in values.items()}
@@ -336,8 +405,13 @@ def _our_settings(name: str, found: Any, processing: Mapping[str, Any]) -> list[
 
 
 def _our_backbone(name: str, found: Any) -> dict[str, Any]:
-    """Return the settings of the backbone (InputError: it is not a ResNet)."""
+    """Return the settings of the backbone (InputError: it is neither a ResNet nor HGNetv2)."""
     body = found.backbone_config or SimpleNamespace(backbone=found.backbone, model_type="timm_backbone")
+    if name == "dfine":
+        for known in HGNETS:
+            if all(list(getattr(body, key, ())) == value for key, value in _hgnet(known).items()):
+                return {"backbone.name": known}
+        raise InputError("the backbone is none of hgnetv2_b0 to hgnetv2_b6")
     if name.startswith("rtdetr"):
         shape = (body.layer_type, tuple(body.hidden_sizes), tuple(body.depths))
         known = {value: key for key, value in _RESNETS_VD.items()}

@@ -42,6 +42,8 @@ CASES = {
     "single_scale": ("deformable_detr_r50_single_scale", ["model.backbone.name=resnet18"]),
     "rtdetr": ("rtdetr_r18_bfv2", []),
     "rtdetrv2": ("rtdetrv2_r18", []),
+    "dfine": ("dfine_s_bfv2", []),
+    "dfine_n": ("dfine_n", []),
 }
 IMAGE = torch.randint(256, (3, 50, 70), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
 
