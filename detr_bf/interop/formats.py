@@ -72,8 +72,8 @@ def _rtdetr() -> Iterator[Format]:
     scale = "model.decoder.layers.0.encoder_attn.n_points_scale"
     yield Format("hf_rtdetr", huggingface.hf_rtdetr, signs, "Hugging Face RT-DETR", None, ())
     yield Format("hf_rtdetrv2", huggingface.hf_rtdetrv2, (*signs, scale), "Hugging Face RT-DETRv2", None, ())
-    dfine = ("model.decoder.pre_bbox_head", "model.decoder.lqe_layers.0")
-    yield Format("hf_dfine", huggingface.hf_dfine, (*signs, *dfine), "Hugging Face D-FINE", None, ())
+    own = ("model.decoder.pre_bbox_head", "model.decoder.lqe_layers.0")
+    yield Format("hf_dfine", huggingface.hf_dfine, (*signs, *own), "Hugging Face D-FINE", None, ())
 
 
 def _detectron2() -> Iterator[Format]:

@@ -233,11 +233,11 @@ def _their_backbone(library: Any, backbone: Mapping[str, Any]) -> Any:
     if name in HGNETS:
         from timm.models.hgnet import model_cfgs
 
-        stages = _hgnet(name)
+        described = _hgnet(name)
         return library.HGNetV2Config(
-            **stages,
+            **described,
             stem_channels=[3, *model_cfgs[name]["stem_chs"]],
-            hidden_sizes=stages["stage_out_channels"],
+            hidden_sizes=described["stage_out_channels"],
             use_learnable_affine_block=name in HGNETS[:4],
             out_features=["stage1", "stage2", "stage3", "stage4"][-len(backbone["strides"]) :],
         )
@@ -408,9 +408,9 @@ def _our_backbone(name: str, found: Any) -> dict[str, Any]:
     """Return the settings of the backbone (InputError: it is neither a ResNet nor HGNetv2)."""
     body = found.backbone_config or SimpleNamespace(backbone=found.backbone, model_type="timm_backbone")
     if name == "dfine":
-        for known in HGNETS:
-            if all(list(getattr(body, key, ())) == value for key, value in _hgnet(known).items()):
-                return {"backbone.name": known}
+        for size in HGNETS:
+            if all(list(getattr(body, key, ())) == value for key, value in _hgnet(size).items()):
+                return {"backbone.name": size}
         raise InputError("the backbone is none of hgnetv2_b0 to hgnetv2_b6")
     if name.startswith("rtdetr"):
         shape = (body.layer_type, tuple(body.hidden_sizes), tuple(body.depths))

@@ -65,6 +65,7 @@ def test_every_row_is_printed_and_written(tmp_path: Path, capsys: pytest.Capture
         (),
         ("train.recompute_encoder=true", "train.channels_last=true"),
         ("model.name=deformable_detr", "model.backbone.strides=[8,16,32]", "model.extra_levels=1"),
+        ("model.name=dfine", "model.backbone.strides=[8,16,32]", "loss.classification=varifocal"),
     ],
 )
 def test_the_parts_are_the_step(overrides: tuple[str, ...]) -> None:
