@@ -18,7 +18,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
-from timm.layers.norm_act import FrozenBatchNormAct2d
+from timm.layers.norm_act import BatchNormAct2d, FrozenBatchNormAct2d
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
@@ -77,7 +77,7 @@ def passed(norm: Any, x: Tensor) -> Tensor:
     if torch.compiler.is_compiling() or not _is_folded(norm):
         result: Tensor = type(norm).forward(norm, x)
         return result
-    return norm.act(norm.drop(x)) if isinstance(norm, FrozenBatchNormAct2d) else x
+    return norm.act(norm.drop(x)) if isinstance(norm, (FrozenBatchNormAct2d, BatchNormAct2d)) else x
 
 
 def pairs(model: nn.Module, network: nn.Module | None) -> dict[nn.Module, nn.Module]:
@@ -85,18 +85,22 @@ def pairs(model: nn.Module, network: nn.Module | None) -> dict[nn.Module, nn.Mod
 
     Args:
         model: in each ``nn.Sequential`` of it, a batch norm after a convolution is found.
-        network: part that accepts (B, 3, H, W) images, or (B, 6, H, W) with their references; its frozen norms are
-            found with a small image.
+        network: part that accepts (B, 3, H, W) images, or (B, 6, H, W) with their references; its norms are found with
+            a small image.
     """
-    found = dict(() if network is None else _frozen_pairs(network))
+    found = dict(() if network is None else _pairs_of_trial(network))
     for module in model.modules():
         if type(module).forward is nn.Sequential.forward:
             found |= {
                 conv: norm
                 for conv, norm in pairwise(module.children())
-                if type(conv) is nn.Conv2d and isinstance(norm, nn.BatchNorm2d) and norm.affine
+                if type(conv) is nn.Conv2d and _can_be_folded(norm)
             }
     return found
+
+
+def _can_be_folded(norm: nn.Module) -> bool:
+    return isinstance(norm, FROZEN) or (isinstance(norm, nn.BatchNorm2d) and norm.affine)
 
 
 def _is_folded(norm: Any) -> bool:
@@ -114,11 +118,11 @@ def _fold(norm: Any, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tenso
 
 
 class _Readers(TorchFunctionMode):
-    """Collect all tensors that functions outside frozen norms are called with, alive so that no id is used twice."""
+    """Collect all tensors that functions outside the norms are called with, alive so that no id is used twice."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.norms = 0  # frozen norms that are running
+        self.norms = 0  # norms that are running
         self.read: list[object] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -127,9 +131,9 @@ class _Readers(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _frozen_pairs(network: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
-    """Yield convolutions and the frozen norms that alone get their outputs, found with a small image."""
-    if not any(isinstance(module, FROZEN) for module in network.modules()):
+def _pairs_of_trial(network: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
+    """Yield convolutions and the norms that alone get their outputs, found with a small image."""
+    if not any(_can_be_folded(module) for module in network.modules()):
         return
     outputs: list[tuple[nn.Module, Tensor]] = []
     inputs: list[tuple[nn.Module, Tensor]] = []
@@ -153,7 +157,7 @@ def _frozen_pairs(network: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
     for module in modes:
         if isinstance(module, nn.Conv2d):
             module._conv_forward = partial(convolved, module)  # type: ignore[method-assign]
-        elif isinstance(module, FROZEN):
+        elif _can_be_folded(module):
             hooks += [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]
     parameter = next(network.parameters())
     first = next((module for module in modes if isinstance(module, nn.Conv2d)), None)

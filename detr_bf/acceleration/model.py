@@ -29,8 +29,8 @@ def accelerate(model: M, network: nn.Module | None = None) -> M:
 
     Args:
         model: is changed in-place. Its norms must not be replaced afterwards: the convolution would apply the former.
-        network: part that accepts (B, 3, H, W) images; its frozen norms are found with a small image. Other norms are
-            found in ``nn.Sequential``.
+        network: part that accepts (B, 3, H, W) images; its norms are found with a small image. Other norms are found
+            in ``nn.Sequential``.
     """
     if not ON:
         return model

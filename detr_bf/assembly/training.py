@@ -43,10 +43,11 @@ logger = logging.getLogger(__name__)
 
 RUN_STEPS = 3000  # of a run whose length is not given
 WARMUP_STEPS = 100  # of a run of at least ten times as many
-# Learning rate of RT-DETR without a trained detector to start from, in a run of RUN_STEPS steps. It is multiplied by
-# sqrt(RUN_STEPS / steps), within the limits, of which the lower one is the rate of its recipes.
+# Learning rate of RT-DETR and D-FINE without a trained detector to start from, in a run of RUN_STEPS steps. It is
+# multiplied by sqrt(RUN_STEPS / steps), within the limits, of which the lower one is the rate of RT-DETR's recipes.
 SCRATCH_RATE = 4e-4
 LEAST_RATE, MOST_RATE = 1e-4, 2e-3
+AUTO_RATE = ("rtdetr", "rtdetrv2", "dfine")  # detectors for which optimizer.lr=auto was measured
 
 C = TypeVar("C", bound=RunConfig)
 
@@ -192,13 +193,15 @@ def resolved(config: C, steps: int) -> C:
     It is the one place that chooses them (docs/fine_tuning.md).
 
     Raises:
-        InputError: ``optimizer.lr=auto`` of another model than RT-DETR.
+        InputError: ``optimizer.lr=auto`` of another model than RT-DETR and D-FINE.
     """
     optimizer, average, epochs = config.optimizer, config.train.ema, config.train.epochs
     chosen: dict[str, Any] = {}
     if optimizer.lr == AUTO:
-        if not isinstance(config, DetectionConfig) or config.model.name not in ("rtdetr", "rtdetrv2"):
-            raise InputError("optimizer.lr=auto is known for RT-DETR only: give a number, such as that of a recipe")
+        if not isinstance(config, DetectionConfig) or config.model.name not in AUTO_RATE:
+            raise InputError(
+                "optimizer.lr=auto is known for RT-DETR and D-FINE only: give a number, such as that of a recipe"
+            )
         rate = LEAST_RATE if config.init_from else SCRATCH_RATE * math.sqrt(RUN_STEPS / max(1, steps))
         chosen["lr"] = float(f"{min(MOST_RATE, max(LEAST_RATE, rate)):.2g}")
     if getattr(optimizer, "backbone_lr", 0.0) == AUTO:

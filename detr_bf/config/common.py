@@ -219,7 +219,7 @@ def weights(default: str | None) -> Any:
 class OptimizerConfig:
     """Learning rate, its schedule, weight decay and gradient clipping."""
 
-    lr: float | int | str = automatic(1e-4, not_negative_rule(RATE))  # learning rate; auto: of RT-DETR, by the steps
+    lr: float | int | str = automatic(1e-4, not_negative_rule(RATE))  # learning rate; auto: RT-DETR, D-FINE
     weight_decay: float = not_negative(1e-4)  # times the learning rate: share of a weight that each step subtracts
     schedule: str = choice("step", "cosine", "flat_cosine")  # of the learning rate
     drop_epochs: list[int] | None = indices(200)  # lr times drop_factor after these; null: at 80 %; only schedule=step

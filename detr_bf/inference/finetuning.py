@@ -87,7 +87,7 @@ def finetune(
     named train and val (or valid, ...) are used; of a folder without val a fifth of the training images is for
     validation, of a folder without splits a fifth of all images. The number of epochs gives about ``RUN_STEPS``
     optimizer steps, at most ``MOST_EPOCHS`` epochs. The number of steps that the run has after all overrides chooses
-    the warm-up, the decay of the averaged weights, and for RT-DETR the learning rates (docs/fine_tuning.md).
+    the warm-up, the decay of the averaged weights, and for RT-DETR and D-FINE the learning rates (docs/fine_tuning.md).
 
     Args:
         data: folder in one of the forms that docs/data.md lists.
@@ -300,8 +300,10 @@ def _train_images(config: DetectionConfig) -> float:
 
 
 def _rates(config: DetectionConfig) -> dict[str, str]:
-    """Return ``auto`` for the learning rates of RT-DETR that are those of its recipes."""
+    """Return ``auto`` for the learning rates of RT-DETR that are those of its recipes, and for those of D-FINE."""
     rates = {"optimizer.lr": (config.optimizer.lr, LEAST_RATE)}
     rates["optimizer.backbone_lr"] = (config.optimizer.backbone_lr, LEAST_RATE / 10)
+    if config.model.name == "dfine":  # its recipes have other rates for each size; no other packaged config has it
+        return dict.fromkeys(rates, AUTO)
     of_recipe = config.model.name in ("rtdetr", "rtdetrv2") and config.optimizer.lr == LEAST_RATE
     return {name: AUTO for name, (rate, published) in rates.items() if of_recipe and rate == published}

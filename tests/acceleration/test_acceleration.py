@@ -20,6 +20,7 @@ from detr_bf.acceleration.model import REPLACED, accelerate, restore
 from detr_bf.assembly import build_model
 from detr_bf.assembly import compilation as assembly
 from detr_bf.assembly.compilation import compile_model
+from detr_bf.backbones import build_backbone
 from detr_bf.common.errors import InputError
 from detr_bf.common.structures import Batch, Outputs
 from detr_bf.config import load_config
@@ -277,3 +278,32 @@ def test_one_call_undoes_the_tricks_and_one_setting_leaves_them_out(monkeypatch:
     monkeypatch.setattr(tricks, "ON", False)
     for module in (network, accelerate(network, network)):
         assert not {*REPLACED} & {name for part in module for name in vars(part)}
+
+
+@pytest.mark.parametrize("name", ["hgnetv2_b0", "timm:tf_efficientnet_lite0"])
+def test_batch_norms_are_folded_in_evaluation_alone(name: str) -> None:
+    """Compare with the plain network in evaluation, in a training step, and in evaluation after it."""
+    torch.manual_seed(0)
+    plain = build_backbone(
+        name, weights="none", strides=[8, 16, 32], dilation=False, frozen_stages=0, frozen_norm=False
+    ).body
+    for norm in (module for module in plain.modules() if isinstance(module, nn.BatchNorm2d)):
+        nn.init.uniform_(norm.running_mean, -0.2, 0.2)
+        nn.init.uniform_(norm.running_var, 0.5, 1.5)
+    folded = copy.deepcopy(plain)
+    accelerate(folded, folded)
+    norms = [module for module in folded.modules() if isinstance(module, nn.BatchNorm2d)]
+    assert norms
+    assert all("forward" in vars(norm) for norm in norms)
+    x = torch.rand(2, 3, 64, 96)
+    for _ in range(2):
+        with torch.no_grad():
+            for actual, expected in zip(folded.eval()(x), plain.eval()(x), strict=True):
+                torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item())
+        for network in (folded, plain):
+            network.train()
+            optimizer = torch.optim.SGD(network.parameters(), lr=0.01)
+            sum(level.square().mean() for level in network(x)).backward()
+            optimizer.step()
+        for (key, actual), (_, expected) in zip(folded.state_dict().items(), plain.state_dict().items(), strict=True):
+            assert torch.equal(actual, expected), key

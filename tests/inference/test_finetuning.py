@@ -149,6 +149,8 @@ def chosen_for(root: Path, *given: str, augment: str | None = None) -> dict[str,
             {"warmup_steps": 75, "decay": 0.992, "lr": 1e-4, "backbone_lr": 1e-5},
         ),
         ("rtdetr_r50", 750, ("train.ema.decay=0.9",), {"warmup_steps": 75, "lr": 8e-4, "backbone_lr": 8e-5}),
+        ("dfine_s", 750, (), {"warmup_steps": 75, "decay": 0.992, "lr": 8e-4, "backbone_lr": 8e-5}),
+        ("dfine_s", 750, ("init_from=a.pth",), {"warmup_steps": 75, "decay": 0.992, "lr": 1e-4, "backbone_lr": 1e-5}),
         ("dino_r50_4scale", 750, (), {"warmup_steps": 75, "decay": 0.992}),
         (
             "dino_r50_4scale",
@@ -174,7 +176,7 @@ def test_settings_follow_the_number_of_steps(
 
 def test_other_detectors_have_no_rate_by_the_number_of_steps() -> None:
     config = load_config([recipe_file("dino_r50_4scale")], ["optimizer.lr=auto"], task="detection")
-    with pytest.raises(InputError, match=r"optimizer\.lr=auto is known for RT-DETR only: give a number"):
+    with pytest.raises(InputError, match=r"optimizer\.lr=auto is known for RT-DETR and D-FINE only: give a number"):
         task_of(config).check_settings()
 
 
