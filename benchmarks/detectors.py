@@ -43,6 +43,11 @@ RECIPES = (
     "rtdetr/rtdetr_r18",
     "rtdetr/rtdetr_r50",
     "rtdetr/rtdetrv2_r50",
+    "dfine/dfine_n",
+    "dfine/dfine_s",
+    "dfine/dfine_m",
+    "dfine/dfine_l",
+    "dfine/dfine_x",
 )
 WITH, WITHOUT = "batch_former.enabled=true", "batch_former.enabled=false"
 

@@ -46,7 +46,7 @@ from detr_bf.losses import SetCriterion
 from step import Step
 
 TRAINED = ("detr_r50", "conditional_detr_r50", "deformable_detr_r50")  # one loss in both libraries
-DETECTORS = (*TRAINED, "deformable_detr_r50_two_stage", "dab_detr_r50", "rtdetr_r18", "rtdetr_r50")
+DETECTORS = (*TRAINED, "deformable_detr_r50_two_stage", "dab_detr_r50", "rtdetr_r18", "rtdetr_r50", "dfine_n", "dfine_s", "dfine_l")
 OURS, THEIRS, ONNX = "ours", "transformers", "onnxruntime"
 OURS_HALF, THEIRS_HALF = f"{OURS}-bf16", f"{THEIRS}-bf16"
 WAYS = (OURS, THEIRS, ONNX, OURS_HALF, THEIRS_HALF)
@@ -111,7 +111,8 @@ def settings(
     name: str, options: argparse.Namespace, *overrides: str, suffix: str = "", step: bool = False
 ) -> Iterator[tuple[str, Setting]]:
     """Yield a title and the images and recipe of a detector, for every size and, of a training step, batch size."""
-    recipe = f"{name.partition('_r')[0]}/{name}{suffix}"
+    folder = "dfine" if name.startswith("dfine_") else name.partition("_r")[0]
+    recipe = f"{folder}/{name}{suffix}"
     sizes = options.sizes or (("480x640",) if step else ("640x640", "800x1333"))
     for size, batch_size in product(sizes, options.batch_sizes if step else (1,)):
         height, width = map(int, size.split("x"))
@@ -144,7 +145,7 @@ def peer_of(model: Detector, config: DetectionConfig, **changes: Any) -> nn.Modu
 
 
 def peer_inputs(model: Detector, batch: Batch) -> dict[str, Tensor]:
-    """Return what the image processors of transformers return: normalised pixels, and a mask except for RT-DETR."""
+    """Return what the image processors of transformers return: pixels, and for normalised ones a mask."""
     mean, std = (getattr(model.backbone, name) for name in ("mean", "std"))
     inputs = {"pixel_values": normalize(batch.images, batch.padding_mask, mean, std).contiguous()}
     return {**inputs, "pixel_mask": (~batch.padding_mask).long()} if mean.any() else inputs
@@ -172,7 +173,7 @@ def inference(name: str, options: argparse.Namespace) -> Iterator[Row]:
     model, peer = model.to(options.device), peer.to(options.device)
     for title, setting in cases:
         size, generator = (setting.preset.height, setting.preset.width), torch.Generator().manual_seed(SEED)
-        if name.startswith("rtdetr") and any(side % 32 for side in size):  # its coarsest stride
+        if name.startswith(("rtdetr", "dfine")) and any(side % 32 for side in size):  # its coarsest stride
             continue
         pixels = torch.randint(0, 256, (1, 3, *size), dtype=torch.uint8, generator=generator)
         batch = Batch(pixels, torch.zeros(1, *size, dtype=torch.bool)).to(setting.device)

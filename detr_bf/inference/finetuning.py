@@ -190,7 +190,7 @@ def fine_tuning_files(model: str) -> tuple[list[Path], list[str]]:
         InputError: there is no such config.
     """
     packaged = packaged_configs()
-    path = packaged.get(model) or recipe_file(model)
+    path = packaged.get(model) or recipe_file(model, "small")
     own = [] if path in packaged.values() else own_settings(path)
     return [path, packaged["finetune"]], [setting for setting in own if not setting.startswith(_PATH_SETTINGS)]
 

@@ -75,8 +75,11 @@ def recipe_config(name: str, overrides: Sequence[str] = ()) -> DetectionConfig:
     return config
 
 
-def recipe_file(name: str) -> Path:
+def recipe_file(name: str, *others: str) -> Path:
     """Return the file of a recipe of :func:`list_models`; ``name`` may also be that of a YAML file.
+
+    Args:
+        others: further names that the caller knows, for the error's suggestions.
 
     Raises:
         InputError: no such recipe.
@@ -88,7 +91,7 @@ def recipe_file(name: str) -> Path:
     recipes = _recipes()
     if name not in recipes:
         shown = printable(name)
-        near = difflib.get_close_matches(shown, recipes, n=3, cutoff=0.4)
+        near = difflib.get_close_matches(shown, [*recipes, *others], n=3, cutoff=0.4)
         hint = f"; nearest: {', '.join(near)}" if near else ""
         raise InputError(f"there is no model '{shown}'{hint}. detr_bf.list_models() names all {len(recipes)}")
     return recipes[name]

@@ -297,6 +297,7 @@ def test_what_can_be_corrected_is_said_before_training(photos: Path, tiny: str, 
     for arguments, said in (
         ({"data": tmp_path / "missing"}, "does not exist: give data.root"),
         ({"model": "toaster"}, "there is no model 'toaster'"),
+        ({"model": "smal"}, "nearest: small"),
         ({"output": ""}, "finetune needs the folder of the run"),
         ({"overrides": ["train.epoch=3"]}, "train.epoch"),
         ({"augment": "some"}, "augment must be one of none, light, strong, or None; got 'some'"),
