@@ -46,7 +46,16 @@ from detr_bf.losses import SetCriterion
 from step import Step
 
 TRAINED = ("detr_r50", "conditional_detr_r50", "deformable_detr_r50")  # one loss in both libraries
-DETECTORS = (*TRAINED, "deformable_detr_r50_two_stage", "dab_detr_r50", "rtdetr_r18", "rtdetr_r50", "dfine_n", "dfine_s", "dfine_l")
+DETECTORS = (
+    *TRAINED,
+    "deformable_detr_r50_two_stage",
+    "dab_detr_r50",
+    "rtdetr_r18",
+    "rtdetr_r50",
+    "dfine_n",
+    "dfine_s",
+    "dfine_l",
+)
 OURS, THEIRS, ONNX = "ours", "transformers", "onnxruntime"
 OURS_HALF, THEIRS_HALF = f"{OURS}-bf16", f"{THEIRS}-bf16"
 WAYS = (OURS, THEIRS, ONNX, OURS_HALF, THEIRS_HALF)

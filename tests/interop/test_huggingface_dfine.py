@@ -11,8 +11,12 @@ import transformers
 from torch import nn
 from transformers import DFineConfig, HGNetV2Config
 
+from detr_bf.assembly import build_criterion
 from detr_bf.backbones import build_backbone
+from detr_bf.common.structures import Target
+from detr_bf.config import load_config
 from detr_bf.detectors import DETECTORS, Detector, Options
+from detr_bf.inference.loading import recipe_file
 from detr_bf.interop.formats import format_of, from_foreign, to_foreign
 from detr_bf.interop.weights import read_weights, write_weights
 from tests.interop.states import assert_same
@@ -120,6 +124,28 @@ def test_their_weights_give_their_outputs(case: str, size: tuple[int, int]) -> N
         (outputs.proposals.boxes[0], expected.enc_topk_bboxes),
     ):
         torch.testing.assert_close(actual, wanted, rtol=0, atol=2e-5 * max(wanted.abs().max().item(), 1.0))
+
+
+@torch.no_grad()
+def test_their_losses_of_the_last_layer_and_of_the_tokens() -> None:
+    """Compare the terms whose pairs are the same without the union: in evaluation theirs has no others."""
+    model, converted = theirs("three_levels"), ours("three_levels")
+    converted.load_state_dict(from_foreign(model.state_dict(), ""), strict=False)
+    batch, generator = images(128, 128), torch.Generator().manual_seed(3)
+    targets = []
+    for number in (3, 2):
+        centers, sizes = (torch.rand(number, 2, generator=generator) for _ in range(2))
+        boxes = torch.cat([0.3 + 0.4 * centers, 0.1 + 0.2 * sizes], dim=1)
+        labels = torch.randint(CLASSES, (number,), generator=generator)
+        targets.append(Target(0, boxes, labels, (128, 128), (128, 128)))
+    labelled = [{"class_labels": target.labels, "boxes": target.boxes} for target in targets]
+    expected = model(pixel_values=batch.images / 255, labels=labelled).loss_dict
+    criterion = build_criterion(load_config([recipe_file("dfine_s")], ["loss.union=false"], task="detection"))
+    found = criterion(converted(batch), targets).weighted()
+    for suffix, their_suffix in (("", ""), ("_enc", "_aux_0")):
+        for name, their_name in (("loss_ce", "loss_vfl"), ("loss_bbox", "loss_bbox"), ("loss_giou", "loss_giou")):
+            torch.testing.assert_close(found[name + suffix], expected[their_name + their_suffix], rtol=1e-4, atol=1e-5)
+    assert len(expected) == 6
 
 
 @every_case
