@@ -38,6 +38,7 @@ from detr_bf.engine import (
 from detr_bf.engine.checkpoint import stored_classes
 from detr_bf.export.sharing import is_shared, load_shared
 from detr_bf.interop.published import find_weights, published
+from detr_bf.interop.transformers_folder import is_transformers_folder, transformers_classes
 
 logger = logging.getLogger(__name__)
 
@@ -392,8 +393,10 @@ def read_initial_weights(path: Path) -> dict[str, torch.Tensor]:
 
 
 def initial_classes(path: str) -> ClassMap | None:
-    """Return the classes of a checkpoint or saved folder, see :func:`read_initial_weights`; None for other weights."""
+    """Return the classes of a checkpoint or folder, see :func:`read_initial_weights`; None for other weights."""
     found = find_weights(path)
+    if is_transformers_folder(found.parent):
+        return transformers_classes(found.parent)
     return load_shared(found.parent).classes if is_shared(found.parent) else stored_classes(checkpoint_of(found))
 
 

@@ -24,6 +24,7 @@ M = TypeVar("M", bound=nn.Module)
 CHECKPOINT_FORMAT = 1
 _MAX_DEPTH = 30  # levels of a stored config
 _MAX_STEPS = 2**53  # up to here a float64 is exact
+_COUNTER = ".num_batches_tracked"
 _MIXER = re.compile(r"(?P<path>(?:.*\.)?mixers)\.(?P<mixer>shared|\d+)\.(?P<rest>.+)")  # of BatchFormerV2
 
 
@@ -278,7 +279,8 @@ def _check_same_tensors(model: nn.Module, weights: Mapping[str, Tensor], source:
 def load_fitting(model: nn.Module, weights: Mapping[str, Tensor], source: str, whole_but: str | None = None) -> str:
     """Load the weights that fit, for fine-tuning with other classes or queries; return a text about the others.
 
-    BatchFormerV2 may be shared among its insertions in the file and not in the model, or the reverse.
+    BatchFormerV2 may be shared among its insertions in the file and not in the model, or the reverse. The counters of
+    batch norms, which nothing here reads, may be on one side alone: norms with fixed statistics have none.
 
     Args:
         whole_but: the only part of the model for which weights may be missing; None: they may be missing anywhere.
@@ -290,6 +292,8 @@ def load_fitting(model: nn.Module, weights: Mapping[str, Tensor], source: str, w
     check_weights(weights, source, finite=False)
     weights, renamed = _mixers_renamed(model, weights)
     missing, unexpected, other_shape = compare(model, weights)
+    absent = {name for name in missing if name.endswith(_COUNTER)}
+    missing = [name for name in missing if name not in absent]
     unfit = {line.split()[0] for line in other_shape}
     fitting = {name: value for name, value in weights.items() if name not in unfit and name not in unexpected}
     if not fitting:
@@ -305,11 +309,11 @@ def load_fitting(model: nn.Module, weights: Mapping[str, Tensor], source: str, w
     check_weights(fitting, source, model=model)
     model.load_state_dict(fitting, strict=False)
     return (
-        f"init_from {source}: {len(fitting)} of the model's {len(model.state_dict())} tensors loaded"
+        f"init_from {source}: {len(fitting)} of the model's {len(model.state_dict()) - len(absent)} tensors loaded"
         + _lines("of BatchFormerV2, loaded under another name", renamed)
         + _lines("not in the file, freshly initialised", missing)
         + _lines("of another shape, freshly initialised", other_shape)
-        + _lines("in the file, not in the model, left out", unexpected)
+        + _lines("in the file, not in the model, left out", [x for x in unexpected if not x.endswith(_COUNTER)])
     )
 
 

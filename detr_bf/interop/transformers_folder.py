@@ -349,18 +349,34 @@ def read_transformers_config(folder: Path) -> tuple[str, list[str], ClassMap]:
         raise InputError(
             f"{printable(folder)}: transformers cannot read config.json ({printable(error)}): get the folder again"
         ) from error
-    labels = sorted(found.id2label.items())
+    classes = _classes(folder, found.id2label, getattr(found, _CATEGORY_IDS, None))
+    recipe = "dfine_l" if name == "dfine" else f"{name}_r50"
+    return recipe, _our_settings(name, found, read_json_object(folder / TRANSFORMERS_FILES[2])), classes
+
+
+def transformers_classes(folder: Path) -> ClassMap | None:
+    """Return the classes as :func:`read_transformers_config` does, without transformers; None: there are no labels.
+
+    Raises:
+        InputError: the category ids are not as many different numbers as there are labels.
+    """
+    content = read_json_object(folder / TRANSFORMERS_FILES[1])
+    labels = content.get("id2label")
+    if not isinstance(labels, dict) or not all(number.isdecimal() for number in labels):
+        return None
+    return _classes(folder, {int(number): label for number, label in labels.items()}, content.get(_CATEGORY_IDS))
+
+
+def _classes(folder: Path, id2label: Mapping[int, str], stored: Any) -> ClassMap:
+    labels = sorted(id2label.items())
     classes = ClassMap(tuple(int(number) for number, _ in labels), tuple(str(label) for _, label in labels))
-    stored = getattr(found, _CATEGORY_IDS, None)
     if stored is not None:
         numbers = isinstance(stored, list) and all(type(each) is int for each in stored)
         if not numbers or not len({*stored}) == len(stored) == len(labels):
             raise InputError(f"{printable(folder)}: {_CATEGORY_IDS} of config.json are not {len(labels)} different ids")
-        classes = replace(classes, category_ids=tuple(stored))
-    elif classes.names == (coco := coco_classes()).names:
-        classes = coco
-    recipe = "dfine_l" if name == "dfine" else f"{name}_r50"
-    return recipe, _our_settings(name, found, read_json_object(folder / TRANSFORMERS_FILES[2])), classes
+        return replace(classes, category_ids=tuple(stored))
+    coco = coco_classes()
+    return coco if classes.names == coco.names else classes
 
 
 def _our_settings(name: str, found: Any, processing: Mapping[str, Any]) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import re
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -18,11 +19,13 @@ from huggingface_hub import constants
 
 import detr_bf
 from detr_bf.assembly import build_model
+from detr_bf.assembly.training import initial_classes, read_initial_weights
 from detr_bf.common.errors import InputError
 from detr_bf.common.structures import ClassMap
 from detr_bf.config import config_to_dict
 from detr_bf.data.transforms import eval_sample
 from detr_bf.engine import Checkpoint
+from detr_bf.engine.checkpoint import load_fitting
 from detr_bf.inference.loading import recipe_config
 from detr_bf.interop.classes import coco_classes
 from detr_bf.interop.published import find_weights
@@ -81,6 +84,24 @@ def test_a_folder_for_transformers_and_back(case: str, saved: Callable[..., Path
     assert len(expected) > 0
     for name in ("boxes", "scores", "labels"):
         torch.testing.assert_close(getattr(found, name), getattr(expected, name))
+
+
+@pytest.mark.parametrize(("recipe", "more"), [("dfine_n", ()), ("detr_r50", ("model.backbone.name=resnet18",))])
+def test_training_starts_from_such_a_folder(
+    recipe: str, more: tuple[str, ...], saved: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Give the folder, and the file in it; transformers' norms of D-FINE's backbone have no counters."""
+    folder, detector = tmp_path / "theirs", detr_bf.load(saved(recipe, *more), "cpu")
+    detector.to_huggingface(folder)
+    for given in (folder, folder / "model.safetensors"):
+        assert initial_classes(str(given)) == detector.class_map
+        fresh = build_model(recipe_config(recipe, [*TINY, *more]), 3, pretrained=False)
+        text = load_fitting(fresh, read_initial_weights(given), str(given))
+        assert re.fullmatch(r"init_from \S+: (\d+) of the model's \1 tensors loaded", text), text
+        for name, value in detector.model.state_dict().items():
+            assert name.endswith("num_batches_tracked") or torch.equal(fresh.state_dict()[name], value)
+    (folder / "config.json").write_text('{"model_type": "d_fine"}')
+    assert initial_classes(str(folder)) is None, "no labels"
 
 
 def test_category_ids_are_those_of_coco_for_its_classes(saved: Callable[..., Path], tmp_path: Path) -> None:
