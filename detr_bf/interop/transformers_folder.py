@@ -171,7 +171,16 @@ def _their_config(library: Any, config: Mapping[str, Any], classes: ClassMap) ->
 
 
 def _hybrid_settings(model: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that RT-DETR and D-FINE share."""
+    """Return the settings that RT-DETR and D-FINE share.
+
+    Raises:
+        InputError: another backbone than the names of their weights are known for.
+    """
+    backbone, known = model["backbone"]["name"], HGNETS if model["name"] == "dfine" else _RESNETS_VD
+    if backbone not in known:
+        raise InputError(
+            f"{model['name']} on {backbone} cannot be written for transformers: only on {', '.join(known)}"
+        )
     own = model["dfine" if model["name"] == "dfine" else "rtdetr"]
     width, strides = own["encoder_dim"] or model["hidden_dim"], model["backbone"]["strides"]
     return {

@@ -146,6 +146,8 @@ def test_preprocessing_is_that_of_our_evaluation(saved: Callable[..., Path], tmp
     ("recipe", "more", "message"),
     [
         ("smca_r50", ["model.backbone.name=resnet18"], "transformers has no smca"),
+        ("dfine_n", ["model.backbone.name=resnet18"], "dfine on resnet18 cannot .* only on hgnetv2_b0, "),
+        ("rtdetr_r18", ["model.backbone.name=hgnetv2_b0"], "rtdetr on hgnetv2_b0 cannot .* only on resnet18vd, "),
         ("detr_r50", ["model.backbone.name=resnet18", "loss.classification=focal"], "no such detector"),
         ("detr_r50", ["model.backbone.name=resnet18", "model.pre_norm=true"], "gives other|no such|has no names"),
         (
