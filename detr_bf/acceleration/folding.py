@@ -13,6 +13,7 @@ gradients or in training mode; other such changes between two calls without grad
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -26,7 +27,7 @@ from torchvision.ops import FrozenBatchNorm2d
 
 from detr_bf.acceleration import onednn
 
-TRIAL_SIDE = 64  # pixels of the image with which the order of the layers is found
+TRIAL_SIDES = (64, 256)  # pixels of the image with which the order of the layers is found; some need the larger one
 FROZEN = (FrozenBatchNorm2d, FrozenBatchNormAct2d)
 
 
@@ -163,8 +164,15 @@ def _pairs_of_trial(network: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]
     first = next((module for module in modes if isinstance(module, nn.Conv2d)), None)
     channels = 6 if first is not None and first.in_channels == 6 else 3  # an image and its reference
     try:
-        with torch.no_grad(), readers:
-            result = network.eval()(parameter.new_zeros(1, channels, TRIAL_SIDE, TRIAL_SIDE))
+        for side in TRIAL_SIDES:
+            for collected in (outputs, inputs, readers.read):
+                collected.clear()
+            readers.norms = 0
+            with torch.no_grad(), readers, suppress(RuntimeError, AssertionError):
+                result = network.eval()(parameter.new_zeros(1, channels, side, side))
+                break
+        else:  # the network accepts no such image, and keeps its norms
+            return
     finally:
         for module, mode in modes.items():
             module.training = mode

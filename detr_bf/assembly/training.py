@@ -36,6 +36,7 @@ from detr_bf.engine import (
     parameter_groups,
 )
 from detr_bf.engine.checkpoint import stored_classes
+from detr_bf.export.sharing import WEIGHTS as SHARED_WEIGHTS
 from detr_bf.export.sharing import is_shared, load_shared
 from detr_bf.interop.published import find_weights, published
 from detr_bf.interop.transformers_folder import is_transformers_folder, transformers_classes
@@ -48,7 +49,7 @@ WARMUP_STEPS = 100  # of a run of at least ten times as many
 # multiplied by sqrt(RUN_STEPS / steps), within the limits, of which the lower one is the rate of RT-DETR's recipes.
 SCRATCH_RATE = 4e-4
 LEAST_RATE, MOST_RATE = 1e-4, 2e-3
-AUTO_RATE = ("rtdetr", "rtdetrv2", "dfine")  # detectors for which optimizer.lr=auto was measured
+AUTO_RATE = ("rtdetr", "rtdetrv2", "dfine")  # detectors that optimizer.lr=auto is for
 
 C = TypeVar("C", bound=RunConfig)
 
@@ -395,9 +396,11 @@ def read_initial_weights(path: Path) -> dict[str, torch.Tensor]:
 def initial_classes(path: str) -> ClassMap | None:
     """Return the classes of a checkpoint or folder, see :func:`read_initial_weights`; None for other weights."""
     found = find_weights(path)
-    if is_transformers_folder(found.parent):
+    if found.name == SHARED_WEIGHTS and is_transformers_folder(found.parent):
         return transformers_classes(found.parent)
-    return load_shared(found.parent).classes if is_shared(found.parent) else stored_classes(checkpoint_of(found))
+    if found.name == SHARED_WEIGHTS and is_shared(found.parent):
+        return load_shared(found.parent).classes
+    return stored_classes(checkpoint_of(found))
 
 
 def choose_grey_bits(data: LoadingConfig, *folders: tuple[Path, Sequence[str]]) -> None:

@@ -44,7 +44,7 @@ _COMMENTS = {  # of settings, in the order of the file; the others follow as tho
     "train.accumulate": "batches of a step",
     "train.patience": "epochs without a better AP after which training ends; 0: never",
     "train.precision": "float32, bf16, fp16, or auto: by the GPU, float32 on a CPU",
-    "optimizer.lr": "auto: of RT-DETR, by the number of steps; with init_from that of the recipe",
+    "optimizer.lr": "auto, for RT-DETR and D-FINE: by the number of steps; with init_from 1e-4",
     "optimizer.backbone_lr": "auto: a tenth of lr",
     "optimizer.schedule": "of the learning rate",
     "optimizer.warmup_steps": "steps with a rising learning rate; auto: a tenth of the steps, at most 100",

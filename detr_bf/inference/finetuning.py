@@ -303,7 +303,7 @@ def _rates(config: DetectionConfig) -> dict[str, str]:
     """Return ``auto`` for the learning rates of RT-DETR that are those of its recipes, and for those of D-FINE."""
     rates = {"optimizer.lr": (config.optimizer.lr, LEAST_RATE)}
     rates["optimizer.backbone_lr"] = (config.optimizer.backbone_lr, LEAST_RATE / 10)
-    if config.model.name == "dfine":  # its recipes have other rates for each size; no other packaged config has it
+    if config.model.name == "dfine":  # the rates of its recipes differ by size, so that they cannot be told by a number
         return dict.fromkeys(rates, AUTO)
     of_recipe = config.model.name in ("rtdetr", "rtdetrv2") and config.optimizer.lr == LEAST_RATE
     return {name: AUTO for name, (rate, published) in rates.items() if of_recipe and rate == published}

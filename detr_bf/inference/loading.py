@@ -339,6 +339,4 @@ def _transformers_checkpoint(folder: Path) -> tuple[Path, Checkpoint]:
     recipe, settings, classes = read_transformers_config(folder)
     config = recipe_config(recipe, [*settings, "model.backbone.frozen_norm=true"])
     source = find_weights(folder)
-    if source == folder:
-        raise InputError(f"{printable(folder)} has no file model.safetensors")
     return source, Checkpoint(without_counters(read_weights(source)), classes.to_dict(), config_to_dict(config))

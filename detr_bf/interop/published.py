@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from detr_bf.common.errors import InputError
-from detr_bf.common.files import cache_folder, is_file, is_folder
+from detr_bf.common.files import cache_folder, is_file, is_folder, read_json_object
 from detr_bf.common.text import printable
 from detr_bf.interop.downloads import download_file
 from detr_bf.interop.hub import hub_folder, is_hub_address
@@ -129,6 +129,10 @@ def find_weights(given: str | Path) -> Path:
         path = hub_folder(name)
     if is_file(path / _SAVED) and is_file(path / "config.json"):
         return path / _SAVED
+    if is_folder(path) and isinstance(read_json_object(path / "config.json").get("model_type"), str):
+        raise InputError(
+            f"{printable(path)}, a folder of transformers, has no file {_SAVED}: save the model in that form"
+        )
     if is_file(path) or is_folder(path):
         return path
     if weights := published(name):

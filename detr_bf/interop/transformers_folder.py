@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -32,10 +33,11 @@ from detr_bf.interop.weights import write_weights
 
 logger = logging.getLogger(__name__)
 
+_NUMBER = re.compile(r"[0-9]{1,9}")
 _CATEGORY_IDS = "detr_bf_category_ids"  # key of our own in config.json
 TRANSFORMERS_FILES = ("model.safetensors", "config.json", "preprocessor_config.json")
 OUTPUT_TOLERANCE = 1e-4  # of the largest output, float32
-_SIDE = 256  # pixels of the image of the comparison
+_SIZE = 256, 320  # pixels of the image of the comparison
 _NAMES = {  # our detector: their classes, model_type, image processor
     "detr": ("Detr", "detr", "DetrImageProcessor"),
     "conditional_detr": ("ConditionalDetr", "conditional_detr", "ConditionalDetrImageProcessor"),
@@ -59,6 +61,32 @@ _DEFORMABLE = {
     "with_box_refine": "box_refine",
     "two_stage": "two_stage",
 }
+_RESNETS_VD = {
+    "resnet18vd": ("basic", (64, 128, 256, 512), (2, 2, 2, 2)),
+    "resnet34vd": ("basic", (64, 128, 256, 512), (3, 4, 6, 3)),
+    "resnet50vd": ("bottleneck", (256, 512, 1024, 2048), (3, 4, 6, 3)),
+    "resnet101vd": ("bottleneck", (256, 512, 1024, 2048), (3, 4, 23, 3)),
+}
+_BACKBONES = {"rtdetr": _RESNETS_VD, "rtdetrv2": _RESNETS_VD, "dfine": HGNETS}  # with names of their weights
+_ONLY_OF_DFINE: dict[str, Any] = {  # settings of model.dfine with one value in transformers
+    "attention_levels": [],
+    "eval_layer": None,
+    "layer_scale": 1,
+    "selection": "tokens",
+    "head_activation": "relu",
+}
+_ONLY_OF_HYBRID = {  # settings of transformers with one value here
+    "encoder_activation_function": "gelu",
+    "activation_function": "silu",
+    "normalize_before": False,
+    "layer_norm_eps": 1e-5,
+    "batch_norm_eps": 1e-5,
+    "decoder_offset_scale": 0.5,
+    "top_prob_values": 4,
+    "lqe_hidden_dim": 64,
+    "lqe_layers": 2,
+    "layer_scale": 1,
+}
 _HGNET_STAGES = {  # theirs: index in timm's description of a stage
     "stage_in_channels": 0,
     "stage_mid_channels": 1,
@@ -68,12 +96,6 @@ _HGNET_STAGES = {  # theirs: index in timm's description of a stage
     "stage_light_block": 5,
     "stage_kernel_size": 6,
     "stage_numb_of_layers": 7,
-}
-_RESNETS_VD = {
-    "resnet18vd": ("basic", (64, 128, 256, 512), (2, 2, 2, 2)),
-    "resnet34vd": ("basic", (64, 128, 256, 512), (3, 4, 6, 3)),
-    "resnet50vd": ("bottleneck", (256, 512, 1024, 2048), (3, 4, 6, 3)),
-    "resnet101vd": ("bottleneck", (256, 512, 1024, 2048), (3, 4, 23, 3)),
 }
 
 
@@ -136,8 +158,12 @@ def write_transformers_folder(
 
 
 def _their_config(library: Any, config: Mapping[str, Any], classes: ClassMap) -> Any:
-    """Return the configuration object of transformers."""
-    model, name = config["model"], config["model"]["name"]
+    """Return the configuration object of transformers (InputError: it has no such detector)."""
+    model, name, backbone = config["model"], config["model"]["name"], config["model"]["backbone"]["name"]
+    if name in _BACKBONES and backbone not in _BACKBONES[name]:
+        raise InputError(
+            f"{name} on {backbone} cannot be written for transformers: only on {', '.join(_BACKBONES[name])}"
+        )
     labels = dict(enumerate(classes.names))
     shared: dict[str, Any] = {
         "id2label": labels,
@@ -147,7 +173,7 @@ def _their_config(library: Any, config: Mapping[str, Any], classes: ClassMap) ->
         **{theirs: model[ours] for theirs, ours in _SETTINGS.items()},
         "encoder_ffn_dim": model["feedforward_dim"],
         "decoder_attention_heads": model["heads"],
-        "backbone_config": _their_backbone(library, model["backbone"]),
+        "backbone_config": _their_backbone(library, name, model["backbone"]),
         ("hidden_size" if name == "dab_detr" else "d_model"): model["hidden_dim"],
     }
     own: dict[str, Any] = {}
@@ -171,17 +197,11 @@ def _their_config(library: Any, config: Mapping[str, Any], classes: ClassMap) ->
 
 
 def _hybrid_settings(model: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that RT-DETR and D-FINE share.
-
-    Raises:
-        InputError: another backbone than the names of their weights are known for.
-    """
-    backbone, known = model["backbone"]["name"], HGNETS if model["name"] == "dfine" else _RESNETS_VD
-    if backbone not in known:
-        raise InputError(
-            f"{model['name']} on {backbone} cannot be written for transformers: only on {', '.join(known)}"
-        )
-    own = model["dfine" if model["name"] == "dfine" else "rtdetr"]
+    """Return the settings that RT-DETR and D-FINE share (InputError: transformers does not have one of them)."""
+    group = "dfine" if model["name"] == "dfine" else "rtdetr"
+    own = model[group]
+    if own["as_released"]:
+        raise InputError(f"transformers computes positions as model.{group}.as_released=false does: set it to false")
     width, strides = own["encoder_dim"] or model["hidden_dim"], model["backbone"]["strides"]
     return {
         "encoder_hidden_dim": width,
@@ -190,6 +210,8 @@ def _hybrid_settings(model: Mapping[str, Any]) -> dict[str, Any]:
         "decoder_in_channels": [width] * len(strides),
         "num_denoising": model["denoising"]["queries"],
         "learn_initial_query": own["learned_content"],
+        "positional_encoding_temperature": int(model["position_temperature"]),
+        "decoder_activation_function": model["activation"],
         "decoder_method": "discrete" if own["sampling"] == "discrete" else "default",
     }
 
@@ -200,18 +222,17 @@ def _rtdetr_settings(model: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _dfine_settings(model: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of D-FINE alone (InputError: transformers has only one value of a setting, and not this)."""
     own, strides = model["dfine"], list(model["backbone"]["strides"])
-    evaluated = -1 if own["eval_layer"] is None else own["eval_layer"]
+    if other := [f"{name}={own[name]}" for name, value in _ONLY_OF_DFINE.items() if own[name] != value]:
+        raise InputError(f"transformers has no D-FINE with model.dfine.{listed(other)}")
     return {
         "encoder_in_channels": _hgnet(model["backbone"]["name"])["stage_out_channels"][-len(strides) :],
-        "encode_proj_layers": own["attention_levels"] or [len(strides) - 1],
+        "encode_proj_layers": [len(strides) - 1],
         "feat_strides": strides,
         "num_feature_levels": len(strides),
         "depth_mult": own["fusion_blocks"] / 3,
         "decoder_n_points": own["points"] * len(strides) if len(own["points"]) == 1 else own["points"],
-        "decoder_activation_function": model["activation"],
-        "eval_idx": evaluated,
-        "layer_scale": own["layer_scale"],
         "max_num_bins": own["reg_max"],
         "reg_scale": own["reg_scale"],
         "up": own["up"],
@@ -226,8 +247,8 @@ def _hgnet(name: str) -> dict[str, list[Any]]:
     return {theirs: [stage[index] for stage in stages] for theirs, index in _HGNET_STAGES.items()}
 
 
-def _their_backbone(library: Any, backbone: Mapping[str, Any]) -> Any:
-    """Return the configuration of the backbone: timm's ResNet, or transformers' ResNet-vd or HGNetv2.
+def _their_backbone(library: Any, detector: str, backbone: Mapping[str, Any]) -> Any:
+    """Return the configuration of the backbone: timm's ResNet, or transformers' ResNet-vd, or HGNetv2 for D-FINE.
 
     Raises:
         InputError: transformers has no such network.
@@ -239,7 +260,7 @@ def _their_backbone(library: Any, backbone: Mapping[str, Any]) -> Any:
         return library.RTDetrResNetConfig(
             layer_type=kind, hidden_sizes=list(sizes), depths=list(depths), out_features=stages
         )
-    if name in HGNETS:
+    if detector == "dfine":
         from timm.models.hgnet import model_cfgs
 
         described = _hgnet(name)
@@ -253,7 +274,7 @@ def _their_backbone(library: Any, backbone: Mapping[str, Any]) -> Any:
     if not name.startswith("resnet") or backbone["dilation"]:
         raise InputError(
             f"a backbone {name}{' with dilation' if backbone['dilation'] else ''} cannot be written for transformers: "
-            "only ResNets without dilation, and HGNetv2"
+            "only ResNets without dilation"
         )
     levels = tuple(int(math.log2(stride)) - 1 for stride in backbone["strides"])
     return library.TimmBackboneConfig(backbone=name, out_indices=levels, use_pretrained_backbone=False)
@@ -300,8 +321,8 @@ def _compare(detector: Detector, theirs: nn.Module, *, normalised: bool) -> None
     """Compare both detectors on a random image (InputError: scores or boxes differ)."""
     device = next(detector.parameters()).device
     generator = torch.Generator().manual_seed(0)
-    image = torch.randint(256, (1, 3, _SIDE, _SIDE), generator=generator, dtype=torch.uint8)
-    ours = detector(Batch(image, torch.zeros(1, _SIDE, _SIDE, dtype=torch.bool)).to(device))
+    image = torch.randint(256, (1, 3, *_SIZE), generator=generator, dtype=torch.uint8)
+    ours = detector(Batch(image, torch.zeros(1, *_SIZE, dtype=torch.bool)).to(device))
     pixels = image / 255
     if normalised:
         mean, std = (torch.tensor(values)[:, None, None] for values in (MEAN, STD))
@@ -371,7 +392,7 @@ def transformers_classes(folder: Path) -> ClassMap | None:
     """
     content = read_json_object(folder / TRANSFORMERS_FILES[1])
     labels = content.get("id2label")
-    if not isinstance(labels, dict) or not all(number.isdecimal() for number in labels):
+    if not isinstance(labels, dict) or not labels or not all(_NUMBER.fullmatch(number) for number in labels):
         return None
     return _classes(folder, {int(number): label for number, label in labels.items()}, content.get(_CATEGORY_IDS))
 
@@ -401,32 +422,43 @@ def _our_settings(name: str, found: Any, processing: Mapping[str, Any]) -> list[
         if found.two_stage:
             values["num_queries"] = found.two_stage_num_proposals
     if name in _HYBRID:
-        own = "dfine" if name == "dfine" else "rtdetr"
-        points = [found.decoder_n_points] if isinstance(found.decoder_n_points, int) else found.decoder_n_points
-        values |= {
-            f"{own}.encoder_dim": found.encoder_hidden_dim,
-            f"{own}.encoder_feedforward_dim": found.encoder_ffn_dim,
-            f"{own}.expansion": found.hidden_expansion,
-            f"{own}.points": list(points),
-            f"{own}.learned_content": found.learn_initial_query,
-            f"{own}.sampling": "discrete" if getattr(found, "decoder_method", "") == "discrete" else "bilinear",
-        }
+        values |= _our_hybrid(name, found)
     if name == "dfine":
-        last = found.eval_idx in (-1, found.decoder_layers - 1)
         values |= {
             "dfine.fusion_blocks": round(3 * found.depth_mult),
-            "dfine.attention_levels": list(found.encode_proj_layers),
-            "dfine.eval_layer": "null" if last else found.eval_idx,
-            "dfine.layer_scale": found.layer_scale,
             "dfine.reg_max": found.max_num_bins,
             "dfine.reg_scale": found.reg_scale,
             "dfine.up": found.up,
-            "activation": found.decoder_activation_function,
             "backbone.strides": list(found.feat_strides),
         }
     values |= _our_backbone(name, found)
     written = {key: str(value).lower() if isinstance(value, bool) else value for key, value in values.items()}
     return [*(f"model.{key}={value}" for key, value in written.items()), *_our_sizes(processing)]
+
+
+def _our_hybrid(name: str, found: Any) -> dict[str, Any]:
+    """Return the settings of RT-DETR or D-FINE (InputError: one has a value that is not here)."""
+    last = [len(found.feat_strides) - 1]
+    wrong = [
+        f"{key}={getattr(found, key)}" for key, only in _ONLY_OF_HYBRID.items() if getattr(found, key, only) != only
+    ]
+    wrong += [] if list(found.encode_proj_layers) == last else [f"encode_proj_layers={found.encode_proj_layers}"]
+    if name == "dfine" and found.eval_idx % found.decoder_layers != found.decoder_layers - 1:
+        wrong.append(f"eval_idx={found.eval_idx}")
+    if wrong:
+        raise InputError(f"no {name} has the settings {printable(listed(wrong))} of config.json")
+    own = "dfine" if name == "dfine" else "rtdetr"
+    points = [found.decoder_n_points] if isinstance(found.decoder_n_points, int) else found.decoder_n_points
+    return {
+        f"{own}.encoder_dim": found.encoder_hidden_dim,
+        f"{own}.encoder_feedforward_dim": found.encoder_ffn_dim,
+        f"{own}.expansion": found.hidden_expansion,
+        f"{own}.points": list(points),
+        f"{own}.learned_content": found.learn_initial_query,
+        f"{own}.sampling": "discrete" if getattr(found, "decoder_method", "") == "discrete" else "bilinear",
+        "position_temperature": found.positional_encoding_temperature,
+        "activation": found.decoder_activation_function,
+    }
 
 
 def _our_backbone(name: str, found: Any) -> dict[str, Any]:

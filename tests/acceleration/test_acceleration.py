@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torchvision.ops import FrozenBatchNorm2d
 
+from detr_bf.acceleration import folding, onednn
 from detr_bf.acceleration import model as tricks
-from detr_bf.acceleration import onednn
 from detr_bf.acceleration.model import REPLACED, accelerate, restore
 from detr_bf.assembly import build_model
 from detr_bf.assembly import compilation as assembly
@@ -278,6 +278,25 @@ def test_one_call_undoes_the_tricks_and_one_setting_leaves_them_out(monkeypatch:
     monkeypatch.setattr(tricks, "ON", False)
     for module in (network, accelerate(network, network)):
         assert not {*REPLACED} & {name for part in module for name in vars(part)}
+
+
+@pytest.mark.parametrize("norm", [FrozenBatchNorm2d, nn.BatchNorm2d])
+def test_a_network_that_refuses_a_small_image(norm: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its norms are found with the larger one; without it they stay as they are."""
+
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.convolution, self.norm = nn.Conv2d(3, 4, 80), norm(4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(self.convolution(x))
+
+    network = Wide()
+    for sides, expected in ((folding.TRIAL_SIDES, {network.convolution: network.norm}), ((64,), {})):
+        monkeypatch.setattr(folding, "TRIAL_SIDES", sides)
+        assert folding.pairs(network, network) == expected
+        assert "_conv_forward" not in vars(network.convolution)
 
 
 @pytest.mark.parametrize("name", ["hgnetv2_b0", "timm:tf_efficientnet_lite0"])

@@ -46,7 +46,7 @@ CASES = {
     "rtdetr": ("rtdetr_r18_bfv2", []),
     "rtdetrv2": ("rtdetrv2_r18", []),
     "dfine": ("dfine_s_bfv2", []),
-    "dfine_n": ("dfine_n", []),
+    "dfine_n": ("dfine_n", ["model.position_temperature=20"]),
 }
 IMAGE = torch.randint(256, (3, 50, 70), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
 
@@ -100,8 +100,16 @@ def test_training_starts_from_such_a_folder(
         assert re.fullmatch(r"init_from \S+: (\d+) of the model's \1 tensors loaded", text), text
         for name, value in detector.model.state_dict().items():
             assert name.endswith("num_batches_tracked") or torch.equal(fresh.state_dict()[name], value)
-    (folder / "config.json").write_text('{"model_type": "d_fine"}')
-    assert initial_classes(str(folder)) is None, "no labels"
+    Checkpoint({}, ClassMap((0,), ("moose",)).to_dict(), {}).save(folder / "other.pt")
+    other = initial_classes(str(folder / "other.pt"))
+    assert other is not None
+    assert other.names == ("moose",), "the classes of the file, not of the config.json beside it"
+    for content in ({}, {"id2label": {}}, {"id2label": {"1" * 5000: "moose"}}):
+        (folder / "config.json").write_text(json.dumps({"model_type": "d_fine", **content}))
+        assert initial_classes(str(folder)) is None, "no labels"
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(InputError, match=r"theirs, a folder of transformers, has no file model\.safetensors"):
+        initial_classes(str(folder))
 
 
 def test_category_ids_are_those_of_coco_for_its_classes(saved: Callable[..., Path], tmp_path: Path) -> None:
@@ -119,6 +127,25 @@ def test_category_ids_are_those_of_coco_for_its_classes(saved: Callable[..., Pat
     path.write_text(json.dumps(content | {"detr_bf_category_ids": [1, 1, 2]}))
     with pytest.raises(InputError, match="not 3 different ids"):
         read_transformers_config(path.parent)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "key", "value"),
+    [
+        ("dfine_n", "normalize_before", True),
+        ("dfine_n", "eval_idx", 0),
+        ("dfine_n", "encode_proj_layers", [0]),
+        ("dfine_n", "decoder_offset_scale", 1.0),
+        ("rtdetr_r18", "encoder_activation_function", "relu"),
+    ],
+)
+def test_settings_of_transformers_that_are_not_here(
+    recipe: str, key: str, value: object, saved: Callable[..., Path], tmp_path: Path
+) -> None:
+    detr_bf.load(saved(recipe), "cpu").to_huggingface(tmp_path / "theirs")
+    edited(**{key: value})(tmp_path / "theirs")
+    with pytest.raises(InputError, match=re.escape(f"has the settings {key}={value} of config.json")):
+        read_transformers_config(tmp_path / "theirs")
 
 
 def test_rounded_sides_are_told_because_transformers_rounds_none(
@@ -146,6 +173,14 @@ def test_preprocessing_is_that_of_our_evaluation(saved: Callable[..., Path], tmp
     ("recipe", "more", "message"),
     [
         ("smca_r50", ["model.backbone.name=resnet18"], "transformers has no smca"),
+        ("dfine_n", ["model.dfine.selection=pairs"], "has no D-FINE with model.dfine.selection=pairs"),
+        ("dfine_n", ["model.dfine.head_activation=silu"], "has no D-FINE with model.dfine.head_activation=silu"),
+        ("dfine_n", ["model.dfine.eval_layer=0"], "has no D-FINE with model.dfine.eval_layer=0"),
+        ("dfine_n", ["model.dfine.attention_levels=[1]"], "has no D-FINE with model.dfine.attention_levels="),
+        ("dfine_n", ["model.dfine.as_released=true"], "as model.dfine.as_released=false does"),
+        ("rtdetr_r18", ["model.rtdetr.as_released=true"], "as model.rtdetr.as_released=false does"),
+        ("detr_r50", ["model.backbone.name=hgnetv2_b0"], "backbone hgnetv2_b0 cannot .* only ResNets"),
+        ("dfine_n", ["model.backbone.name=timm:tf_efficientnet_lite0"], "dfine on timm:tf_efficientnet_lite0 cannot"),
         ("dfine_n", ["model.backbone.name=resnet18"], "dfine on resnet18 cannot .* only on hgnetv2_b0, "),
         ("rtdetr_r18", ["model.backbone.name=hgnetv2_b0"], "rtdetr on hgnetv2_b0 cannot .* only on resnet18vd, "),
         ("detr_r50", ["model.backbone.name=resnet18", "loss.classification=focal"], "no such detector"),
