@@ -39,7 +39,6 @@ from detr_bf.engine.checkpoint import stored_classes
 from detr_bf.export.sharing import WEIGHTS as SHARED_WEIGHTS
 from detr_bf.export.sharing import is_shared, load_shared
 from detr_bf.interop.published import find_weights, published
-from detr_bf.interop.transformers_folder import is_transformers_folder, transformers_classes
 
 logger = logging.getLogger(__name__)
 
@@ -395,6 +394,9 @@ def read_initial_weights(path: Path) -> dict[str, torch.Tensor]:
 
 def initial_classes(path: str) -> ClassMap | None:
     """Return the classes of a checkpoint or folder, see :func:`read_initial_weights`; None for other weights."""
+    # needed only with init_from
+    from detr_bf.interop.transformers_folder import is_transformers_folder, transformers_classes
+
     found = find_weights(path)
     if found.name == SHARED_WEIGHTS and is_transformers_folder(found.parent):
         return transformers_classes(found.parent)
