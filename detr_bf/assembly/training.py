@@ -38,7 +38,7 @@ from detr_bf.engine import (
 from detr_bf.engine.checkpoint import stored_classes
 from detr_bf.export.sharing import WEIGHTS as SHARED_WEIGHTS
 from detr_bf.export.sharing import is_shared, load_shared
-from detr_bf.interop.published import find_weights, published
+from detr_bf.interop.published import find_weights, is_transformers_folder, published
 
 logger = logging.getLogger(__name__)
 
@@ -394,8 +394,7 @@ def read_initial_weights(path: Path) -> dict[str, torch.Tensor]:
 
 def initial_classes(path: str) -> ClassMap | None:
     """Return the classes of a checkpoint or folder, see :func:`read_initial_weights`; None for other weights."""
-    # needed only with init_from
-    from detr_bf.interop.transformers_folder import is_transformers_folder, transformers_classes
+    from detr_bf.interop.transformers_folder import transformers_classes  # needed only with init_from
 
     found = find_weights(path)
     if found.name == SHARED_WEIGHTS and is_transformers_folder(found.parent):

@@ -34,8 +34,14 @@ from detr_bf.inference.backends import FileBackend, TorchBackend
 from detr_bf.inference.predictor import Predictor
 from detr_bf.interop.classes import coco_classes, renumbered_to
 from detr_bf.interop.hub import hub_folder, is_hub_address
-from detr_bf.interop.published import PublishedWeights, find_weights, get_published, published
-from detr_bf.interop.transformers_folder import is_transformers_folder, read_transformers_config
+from detr_bf.interop.published import (
+    PublishedWeights,
+    find_weights,
+    get_published,
+    is_transformers_folder,
+    published,
+)
+from detr_bf.interop.transformers_folder import read_transformers_config
 from detr_bf.interop.weights import read_weights
 
 if TYPE_CHECKING:

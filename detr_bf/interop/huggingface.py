@@ -134,7 +134,7 @@ def hf_rtdetr(layout: Layout) -> Iterator[NameRule]:
 def hf_rtdetrv2(layout: Layout) -> Iterator[NameRule]:
     """RTDetrV2ForObjectDetection."""
     yield from _resnet_vd()
-    yield from _hybrid_encoder(layout, FULLY_CONNECTED)
+    yield from _hybrid_encoder(layout)
     yield from rtdetr_fusion("model.encoder")
     yield from rtdetr_queries("model", "model.decoder", ("0", "1"))
     for theirs, ours in _layers("decoder", layout.decoder_layers):
@@ -234,7 +234,7 @@ def _hgnetv2() -> Iterator[NameRule]:
             yield rename(f"{body}.{theirs}.{part}", f"{BODY}.{ours}.{own}")
 
 
-def _hybrid_encoder(layout: Layout, feed_forward: Sequence[str]) -> Iterator[NameRule]:
+def _hybrid_encoder(layout: Layout, feed_forward: Sequence[str] = FULLY_CONNECTED) -> Iterator[NameRule]:
     """Yield the rules of the projections and of the encoder layers."""
     for level in range(RTDETR_LEVELS):
         for name, ours in (("encoder_input_proj", "tokens"), ("decoder_input_proj", "encoder")):

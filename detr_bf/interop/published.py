@@ -114,6 +114,11 @@ def get_published(weights: PublishedWeights, patience: float | None = None) -> P
     return download_file(url, path, sha256=weights.sha256 or "", advice=advice, patience=patience)
 
 
+def is_transformers_folder(folder: Path) -> bool:
+    """Return True for a folder whose config.json is of transformers."""
+    return isinstance(read_json_object(folder / "config.json").get("model_type"), str)
+
+
 def find_weights(given: str | Path) -> Path:
     """Return the file or folder that ``init_from`` and similar settings mean.
 
@@ -129,7 +134,7 @@ def find_weights(given: str | Path) -> Path:
         path = hub_folder(name)
     if is_file(path / _SAVED) and is_file(path / "config.json"):
         return path / _SAVED
-    if is_folder(path) and isinstance(read_json_object(path / "config.json").get("model_type"), str):
+    if is_transformers_folder(path):
         raise InputError(
             f"{printable(path)}, a folder of transformers, has no file {_SAVED}: save the model in that form"
         )

@@ -67,6 +67,9 @@ _RESNETS_VD = {
     "resnet50vd": ("bottleneck", (256, 512, 1024, 2048), (3, 4, 6, 3)),
     "resnet101vd": ("bottleneck", (256, 512, 1024, 2048), (3, 4, 23, 3)),
 }
+# theirs: ours, in model.rtdetr and model.dfine, and in model.dfine alone
+_HYBRID_OWN = {"hidden_expansion": "expansion", "learn_initial_query": "learned_content"}
+_DFINE_OWN = {"max_num_bins": "reg_max", "reg_scale": "reg_scale", "up": "up"}
 _BACKBONES = {"rtdetr": _RESNETS_VD, "rtdetrv2": _RESNETS_VD, "dfine": HGNETS}  # with names of their weights
 _ONLY_OF_DFINE: dict[str, Any] = {  # settings of model.dfine with one value in transformers
     "attention_levels": [],
@@ -87,16 +90,16 @@ _ONLY_OF_HYBRID = {  # settings of transformers with one value here
     "lqe_layers": 2,
     "layer_scale": 1,
 }
-_HGNET_STAGES = {  # theirs: index in timm's description of a stage
-    "stage_in_channels": 0,
-    "stage_mid_channels": 1,
-    "stage_out_channels": 2,
-    "stage_num_blocks": 3,
-    "stage_downsample": 4,
-    "stage_light_block": 5,
-    "stage_kernel_size": 6,
-    "stage_numb_of_layers": 7,
-}
+_HGNET_STAGES = (  # theirs, in the order of timm's description of a stage
+    "stage_in_channels",
+    "stage_mid_channels",
+    "stage_out_channels",
+    "stage_num_blocks",
+    "stage_downsample",
+    "stage_light_block",
+    "stage_kernel_size",
+    "stage_numb_of_layers",
+)
 
 
 def transformers_library() -> Any:
@@ -206,13 +209,12 @@ def _hybrid_settings(model: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "encoder_hidden_dim": width,
         "encoder_ffn_dim": own["encoder_feedforward_dim"] or model["feedforward_dim"],
-        "hidden_expansion": own["expansion"],
         "decoder_in_channels": [width] * len(strides),
         "num_denoising": model["denoising"]["queries"],
-        "learn_initial_query": own["learned_content"],
+        "decoder_method": "discrete" if own["sampling"] == "discrete" else "default",
+        **{theirs: own[ours] for theirs, ours in _HYBRID_OWN.items()},
         "positional_encoding_temperature": int(model["position_temperature"]),
         "decoder_activation_function": model["activation"],
-        "decoder_method": "discrete" if own["sampling"] == "discrete" else "default",
     }
 
 
@@ -233,18 +235,17 @@ def _dfine_settings(model: Mapping[str, Any]) -> dict[str, Any]:
         "num_feature_levels": len(strides),
         "depth_mult": own["fusion_blocks"] / 3,
         "decoder_n_points": own["points"] * len(strides) if len(own["points"]) == 1 else own["points"],
-        "max_num_bins": own["reg_max"],
-        "reg_scale": own["reg_scale"],
-        "up": own["up"],
+        **{theirs: own[ours] for theirs, ours in _DFINE_OWN.items()},
     }
 
 
 def _hgnet(name: str) -> dict[str, list[Any]]:
-    """Return the stages of ``hgnetv2_b0`` to ``hgnetv2_b6`` by their names, as timm describes them."""
+    """Return the layers of ``hgnetv2_b0`` to ``hgnetv2_b6`` by the names of transformers, as timm describes them."""
     from timm.models.hgnet import model_cfgs
 
-    stages = [model_cfgs[name][f"stage{number}"] for number in (1, 2, 3, 4)]
-    return {theirs: [stage[index] for stage in stages] for theirs, index in _HGNET_STAGES.items()}
+    layers = model_cfgs[name]
+    stages = zip(*(layers[f"stage{number}"] for number in (1, 2, 3, 4)), strict=True)
+    return {"stem_channels": [3, *layers["stem_chs"]], **dict(zip(_HGNET_STAGES, map(list, stages), strict=True))}
 
 
 def _their_backbone(library: Any, detector: str, backbone: Mapping[str, Any]) -> Any:
@@ -261,12 +262,9 @@ def _their_backbone(library: Any, detector: str, backbone: Mapping[str, Any]) ->
             layer_type=kind, hidden_sizes=list(sizes), depths=list(depths), out_features=stages
         )
     if detector == "dfine":
-        from timm.models.hgnet import model_cfgs
-
         described = _hgnet(name)
         return library.HGNetV2Config(
             **described,
-            stem_channels=[3, *model_cfgs[name]["stem_chs"]],
             hidden_sizes=described["stage_out_channels"],
             use_learnable_affine_block=name in HGNETS[:4],
             out_features=["stage1", "stage2", "stage3", "stage4"][-len(backbone["strides"]) :],
@@ -352,11 +350,6 @@ def in_order_of(reference: tuple[Tensor, Tensor], logits: Tensor, boxes: Tensor)
     return logits[rows, order], boxes[rows, order]
 
 
-def is_transformers_folder(folder: Path) -> bool:
-    """Return True for a folder whose config.json is of transformers."""
-    return isinstance(read_json_object(folder / TRANSFORMERS_FILES[1]).get("model_type"), str)
-
-
 def read_transformers_config(folder: Path) -> tuple[str, list[str], ClassMap]:
     """Return the name of a recipe, settings that replace its own, and the classes of a folder of transformers.
 
@@ -425,10 +418,8 @@ def _our_settings(name: str, found: Any, processing: Mapping[str, Any]) -> list[
         values |= _our_hybrid(name, found)
     if name == "dfine":
         values |= {
+            **{f"dfine.{ours}": getattr(found, theirs) for theirs, ours in _DFINE_OWN.items()},
             "dfine.fusion_blocks": round(3 * found.depth_mult),
-            "dfine.reg_max": found.max_num_bins,
-            "dfine.reg_scale": found.reg_scale,
-            "dfine.up": found.up,
             "backbone.strides": list(found.feat_strides),
         }
     values |= _our_backbone(name, found)
@@ -452,9 +443,8 @@ def _our_hybrid(name: str, found: Any) -> dict[str, Any]:
     return {
         f"{own}.encoder_dim": found.encoder_hidden_dim,
         f"{own}.encoder_feedforward_dim": found.encoder_ffn_dim,
-        f"{own}.expansion": found.hidden_expansion,
         f"{own}.points": list(points),
-        f"{own}.learned_content": found.learn_initial_query,
+        **{f"{own}.{ours}": getattr(found, theirs) for theirs, ours in _HYBRID_OWN.items()},
         f"{own}.sampling": "discrete" if getattr(found, "decoder_method", "") == "discrete" else "bilinear",
         "position_temperature": found.positional_encoding_temperature,
         "activation": found.decoder_activation_function,

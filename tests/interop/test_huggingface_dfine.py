@@ -15,15 +15,14 @@ from detr_bf.assembly import build_criterion
 from detr_bf.backbones import build_backbone
 from detr_bf.common.structures import Target
 from detr_bf.config import load_config
-from detr_bf.detectors import DETECTORS, Detector, Options
+from detr_bf.detectors import DETECTORS, Detector
 from detr_bf.inference.loading import recipe_file
 from detr_bf.interop.formats import format_of, from_foreign, to_foreign
 from detr_bf.interop.weights import read_weights, write_weights
 from tests.interop.states import assert_same
 from tests.interop.test_huggingface import shaken
-from tests.interop.test_huggingface_rtdetr import images
+from tests.interop.test_huggingface_rtdetr import CLASSES, DIM, HEADS, LAYERS, QUERIES, images, options
 
-DIM, HEADS, QUERIES, CLASSES, LAYERS = 32, 4, 9, 5, 3
 B0: dict[str, Any] = {
     "stem_channels": [3, 16, 16],
     "stage_in_channels": [16, 64, 256, 512],
@@ -82,20 +81,10 @@ def ours(case: str) -> Detector:
     body = build_backbone(
         "hgnetv2_b0", weights="none", strides=strides, dilation=False, frozen_stages=0, frozen_norm=False
     )
-    options = Options(
-        num_logits=CLASSES,
-        hidden_dim=DIM,
-        heads=HEADS,
-        encoder_layers=1,
-        decoder_layers=LAYERS,
-        feedforward_dim=20,
-        num_queries=QUERIES,
-        strides=strides,
-    )
     return DETECTORS["dfine"](
         body,
         body.channels,
-        options,
+        options(strides=strides),
         encoder_dim=width,
         encoder_feedforward_dim=24,
         expansion=0.5,

@@ -65,12 +65,9 @@ def theirs(case: str) -> nn.Module:
     return model.eval()
 
 
-def ours(case: str) -> Detector:
-    name, backbone, width, expansion, method = CASES[case]
-    body = build_backbone(
-        backbone, weights="none", strides=[8, 16, 32], dilation=False, frozen_stages=0, frozen_norm=True
-    )
-    options = Options(
+def options(**changes: Any) -> Options:
+    """Return the options of our detector, which are those of theirs."""
+    return Options(
         num_logits=CLASSES,
         hidden_dim=DIM,
         heads=HEADS,
@@ -78,11 +75,19 @@ def ours(case: str) -> Detector:
         decoder_layers=LAYERS,
         feedforward_dim=20,
         num_queries=QUERIES,
+        **changes,
+    )
+
+
+def ours(case: str) -> Detector:
+    name, backbone, width, expansion, method = CASES[case]
+    body = build_backbone(
+        backbone, weights="none", strides=[8, 16, 32], dilation=False, frozen_stages=0, frozen_norm=True
     )
     return DETECTORS[name](
         body,
         body.channels,
-        options,
+        options(),
         encoder_dim=width,
         encoder_feedforward_dim=24,
         expansion=expansion,
