@@ -246,8 +246,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         raise pytest.UsageError(f"default_tier names cases that do not exist: {wrong}")
 
 
-# of processor time, with child processes, of one test of `make test` and its fixtures, except those of several tests
-MOST_SECONDS = 20.0
+# Of processor time, with child processes, of one test of `make test` and its fixtures, except those of several tests.
+# Tests of 20 s or more belong to another tier; the same test needs up to 1.6 times as long on a slower machine, where
+# `make test` must pass too.
+MOST_SECONDS = 32.0
 _STARTED = pytest.StashKey[float]()
 
 

@@ -153,7 +153,6 @@ def test_a_damaged_checkpoint_is_reported_and_the_previous_one_used(
 
 
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.full
 def test_a_bit_that_is_never_read_is_no_damage(
     tiny: Path, tmp_path: Path, stopped: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
