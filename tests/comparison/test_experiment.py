@@ -248,7 +248,7 @@ def test_names_of_cells_are_read_back(name: str) -> None:
     assert ExperimentCell.named("off", f"{name}_x") is None
 
 
-MEASURED_3 = ("deeppcb", "detectors", "finetune", "yardstick")  # names of experiments with three seeds
+MEASURED_3 = ("deeppcb", "detectors", "dfine", "finetune", "yardstick")  # names of experiments with three seeds
 
 
 @pytest.mark.default_tier("bccd", "small_data_digits", "yardstick_kangaroo")
@@ -256,7 +256,8 @@ MEASURED_3 = ("deeppcb", "detectors", "finetune", "yardstick")  # names of exper
 def test_packaged_experiments_load(name: str) -> None:
     found = read_experiment(packaged_experiments()[name])
     assert len(found.seeds) * len(found.folds) >= (3 if name.startswith(MEASURED_3) else 5)
-    known = ("off", "off_8", "two_stream", "cross_entropy", "plain", "deformable", "finetune_2m", "shift_0", "alone_0")
+    detectors = ("deformable", "rtdetr")
+    known = ("off", "off_8", "two_stream", "cross_entropy", "plain", "finetune_2m", "shift_0", "alone_0", *detectors)
     assert found.baseline in known
 
 
