@@ -46,7 +46,7 @@ _IMPORTS = {
     "tasks": "common acceleration config data data/checks data/formats evaluation report detectors engine "
     "interop assembly planning",
     "classification": "common acceleration config batchformer losses data data/samples data/checks evaluation "
-    "report transformer plugins engine interop assembly tasks",
+    "report transformer backbones plugins engine interop assembly tasks",
     "inference": "common config batchformer losses data data/formats evaluation report detectors engine "
     "interop export assembly tasks classification",
     "comparison": "common config data/formats evaluation report engine assembly tasks",

@@ -15,7 +15,7 @@ from torch import nn
 
 from detr_bf.acceleration.model import accelerate
 from detr_bf.assembly.plugins import add_encoder_plugins, encoder_of, named
-from detr_bf.backbones import Backbone, build_backbone
+from detr_bf.backbones import Backbone, VitOptions, build_backbone
 from detr_bf.batchformer import BATCH_MIXERS, BatchFormerV2, QueryBatchFormer
 from detr_bf.common.errors import InputError
 from detr_bf.common.extensions import extended
@@ -59,6 +59,7 @@ def build_model(config: DetectionConfig, num_classes: int, *, pretrained: bool =
             frozen_norm=backbone.frozen_norm,
             finer=config.model.masks,
             reference=backbone.reference,
+            vit=VitOptions(**{**vars(backbone.vit), "global_blocks": tuple(backbone.vit.global_blocks)}),
         )
     return build_detector(config, num_classes, body)
 

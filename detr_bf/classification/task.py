@@ -13,6 +13,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
+from detr_bf.backbones.weights import with_resized_positions
 from detr_bf.classification.assembly import (
     TRAINING_ONLY,
     build_classifier,
@@ -40,7 +41,7 @@ from detr_bf.classification.metrics import (
     ReconstructionEvaluator,
     write_predictions,
 )
-from detr_bf.classification.network import ENCODER, check_batch_norm, read_network_weights, with_resized_positions
+from detr_bf.classification.network import ENCODER, check_batch_norm, read_network_weights
 from detr_bf.classification.page import CLASSIFICATION_PAGE, MASKED_PAGE
 from detr_bf.classification.sheet import ClassifiedImage, classification_sheet, reconstruction_sheet
 from detr_bf.common import distributed
@@ -48,6 +49,7 @@ from detr_bf.common.devices import device_of
 from detr_bf.common.errors import InputError, prefix_errors
 from detr_bf.common.files import SUSPECTS_FILE, write_json
 from detr_bf.common.structures import ClassMap
+from detr_bf.common.weights import read_state
 from detr_bf.config import config_from_dict
 from detr_bf.data.batches import SampleKey
 from detr_bf.data.checks.annotations import Report
@@ -64,7 +66,6 @@ from detr_bf.engine import (
 )
 from detr_bf.engine.step import Criterion
 from detr_bf.interop.conversion import same_outputs, save_weights
-from detr_bf.interop.weights import read_state
 from detr_bf.plugins import without_plugins
 from detr_bf.plugins.plugin import PREFIX
 from detr_bf.report import class_labels, save_picture, tolerating

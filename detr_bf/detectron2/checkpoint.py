@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from detr_bf.backbones.backbone import MEAN, STD
 from detr_bf.common.errors import InputError
 from detr_bf.common.files import check_weights
+from detr_bf.common.weights import read_content, state_in
 from detr_bf.engine import checkpoint_of
 from detr_bf.interop.classes import class_rows, renumbered_to
 from detr_bf.interop.formats import format_of, to_foreign
-from detr_bf.interop.weights import read_content, state_in, under_our_names
+from detr_bf.interop.weights import under_our_names
 
 RESNET = "detectron2_resnet"
 BACKBONES = (".pkl", ".pyth")  # detectron2 matches their tensors by the ends of their names

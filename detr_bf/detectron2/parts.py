@@ -70,7 +70,7 @@ class Detectron2Backbone(Backbone):
         if len(used) < len(names):
             self._freeze_unused()
 
-    def maps(self, pixels: Tensor) -> Sequence[Tensor]:
+    def maps(self, pixels: Tensor, padding_mask: Tensor | None = None) -> Sequence[Tensor]:
         found = self.body(pixels)
         return [found[name] for name in self.names]
 

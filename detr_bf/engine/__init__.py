@@ -1,5 +1,6 @@
 """Training loop, evaluation loop, optimizer, checkpoints and recovery; nothing here reads a config."""
 
+from detr_bf.common.weights import checkpoint_of
 from detr_bf.engine.checkpoint import (
     Checkpoint,
     build_and_load,
@@ -12,7 +13,7 @@ from detr_bf.engine.evaluate import DetectionEvaluator, Evaluation, EvaluationLo
 from detr_bf.engine.loggers import Logger, check_loggers, make_loggers
 from detr_bf.engine.metrics import MetricsLog
 from detr_bf.engine.optimizer import LearningRate, build_optimizer, image_parameter_groups, parameter_groups
-from detr_bf.engine.run_folder import CreatedFiles, RunFolder, RunMarker, checkpoint_of
+from detr_bf.engine.run_folder import CreatedFiles, RunFolder, RunMarker
 from detr_bf.engine.step import TrainingStep
 from detr_bf.engine.trainer import Trainer, TrainSettings
 

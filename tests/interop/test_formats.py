@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from detr_bf.common.errors import InputError
-from detr_bf.interop.formats import FORMATS, NAMES, format_of, from_foreign, is_ours, to_foreign, without_wrapper
+from detr_bf.common.weights import without_wrapper
+from detr_bf.interop.formats import FORMATS, NAMES, format_of, from_foreign, is_ours, to_foreign
 from tests.detectors.tiny import DETECTORS, batch_former
 from tests.interop.states import assert_same, state_of
 

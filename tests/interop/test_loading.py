@@ -21,12 +21,12 @@ from detr_bf.classification.task import initial_weights, read_classifier
 from detr_bf.commands.convert import convert, deploy
 from detr_bf.common.errors import InputError, TrainingError
 from detr_bf.common.structures import Batch, ClassMap
+from detr_bf.common.weights import read_content
 from detr_bf.config import DetectionConfig, config_to_dict, load_config
 from detr_bf.detectors import Detector
 from detr_bf.engine import Checkpoint, RunFolder, is_checkpoint, load_checkpoint
 from detr_bf.engine.recovery import load_capture
 from detr_bf.engine.state import Progress, TrainingState
-from detr_bf.interop.weights import read_content
 from tests.checkpoints import training
 
 CLASSES = ClassMap((3, 7), ("cat", "dog"))

@@ -1,0 +1,255 @@
+"""Plain vision transformers as backbones: any image size, attention in windows, a simple feature pyramid.
+
+Exploring Plain Vision Transformer Backbones for Object Detection (Li et al. 2022, ECCV, arXiv 2203.16527), for the
+networks of timm's ``VisionTransformer``: ViT, DeiT, the encoder of a masked autoencoder, DINOv2.
+
+Shape legend: B images, H x W pixels of the padded batch, C channels, h x w patches of an image, T class, distillation
+and register tokens before the patches, S = T + h w tokens, G the side of the grid of learned positions, V windows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from timm.layers.norm import LayerNorm2d
+from timm.layers.patch_embed import PatchEmbed
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor, nn
+
+from detr_bf.backbones.backbone import Network, VitOptions, check_consecutive, select_levels
+from detr_bf.common.errors import InputError
+
+PREFIX_TOKENS = ("cls_token", "dist_token", "reg_token")  # in timm's order
+PYRAMID_SCALES = (0.25, 0.5, 1, 2)  # strides of the pyramid in patches
+CUBIC = -0.75  # coefficient of the cubic convolution (Keys 1981), torch's
+
+
+def build_vit(vit: VisionTransformer, name: str, options: VitOptions, strides: Sequence[int], finer: bool) -> Network:
+    """Build a backbone from a network of timm, whose unused parts are removed (in-place).
+
+    Args:
+        vit: the classifier with its weights.
+        name: of the network, for messages.
+        options: see :class:`VitOptions`.
+        strides: of the feature maps: a quarter, half, once and twice the patch size. One map of the patch size is that
+            of the network itself; the others are made of it (:class:`FeaturePyramid`).
+        finer: also return the maps of every finer stride, from 4 on.
+
+    Raises:
+        InputError: an unknown stride or block, or a patch embedding of another kind than one convolution.
+    """
+    embed = vit.patch_embed
+    if not isinstance(embed, PatchEmbed) or embed.patch_size[0] != embed.patch_size[1]:
+        raise InputError(
+            f"name={name}: expected square patches that one convolution embeds, got {type(embed).__name__}"
+        )
+    patch = embed.patch_size[0]
+    available = {int(patch * scale): index for index, scale in enumerate(PYRAMID_SCALES) if patch * scale % 1 == 0}
+    select_levels(available, strides, name)
+    used = list(strides)
+    if finer:
+        used = [stride for stride in available if 4 <= stride <= strides[-1]]
+        check_consecutive(used, strides, name)
+    depth = len(vit.blocks)
+    if options.global_blocks and not options.window:
+        raise InputError("global_blocks: without windows every block sees the whole image; set window, such as 14")
+    if unknown := [block for block in options.global_blocks if block >= depth]:
+        raise InputError(
+            f"global_blocks={list(options.global_blocks)}: {name} has {depth} blocks, from 0, not {unknown}"
+        )
+    whole = set(options.global_blocks) or {max(depth * quarter // 4 - 1, 0) for quarter in range(1, 5)}
+    body = PlainViT(
+        vit, [stride / patch for stride in used], window=options.window, whole=whole if options.window else range(depth)
+    )
+    cfg: Any = vit.pretrained_cfg
+    return Network(
+        body=body,
+        channels=body.pyramid.channels,
+        strides=tuple(used),
+        stages=("vit.patch_embed", *(f"vit.blocks.{index}" for index in range(depth))),
+        mean=tuple(cfg["mean"]),
+        std=tuple(cfg["std"]),
+        reads_padding=True,
+    )
+
+
+class PlainViT(nn.Module):
+    """The tokens of a vision transformer after its last block and norm, as feature maps.
+
+    - Padding takes no part: it is masked in every attention, and the learned positions are interpolated over each image
+      without its padding. The features of an image do not depend on the other images of its batch.
+    - In windows there are no class and register tokens, as in the authors' code; the windows begin at the upper left
+      corner, and those at the right and lower border hold fewer patches.
+    - The last norm of the network is kept, which the authors leave out: detectors without a norm in their input
+      projections would see the unscaled sum of all blocks.
+
+    Args:
+        vit: network of timm; its classifier is removed, and with ``window`` its class and register tokens.
+        scales: strides of the feature maps, in patches.
+        window: side of the windows in patches, 0 for none.
+        whole: blocks that attend to the whole image.
+    """
+
+    def __init__(
+        self, vit: VisionTransformer, scales: Sequence[float], *, window: int, whole: Sequence[int] | set[int]
+    ):
+        super().__init__()
+        unused: Any = vit
+        unused.head = unused.head_drop = unused.fc_norm = nn.Identity()
+        unused.head_dist = unused.attn_pool = None
+        if window:
+            if vit.pos_embed is not None and not vit.no_embed_class:
+                vit.pos_embed = nn.Parameter(vit.pos_embed.detach()[:, vit.num_prefix_tokens :])
+            unused.cls_token = unused.dist_token = unused.reg_token = None
+            vit.num_prefix_tokens = 0
+        self.vit = vit
+        self.pyramid = FeaturePyramid(vit.embed_dim, scales)
+        self.window, self.whole = window, frozenset(whole)
+
+    def forward(self, images: Tensor, padding_mask: Tensor | None = None) -> list[Tensor]:
+        """Normalised images (B, 3, H, W), mask (B, H, W) bool, True = padding -> maps (B, C, h, w), fine to coarse."""
+        side = self.vit.patch_embed.patch_size[0]
+        bottom, right = (-length % side for length in images.shape[-2:])
+        if padding_mask is None:
+            padding_mask = images.new_zeros(images.shape[0], *images.shape[-2:], dtype=torch.bool)
+        images = F.pad(images, (0, right, 0, bottom))
+        padding = F.pad(padding_mask, (0, right, 0, bottom), value=True)[:, ::side, ::side]  # (B, h, w)
+        patches = self.vit.patch_embed.norm(self.vit.patch_embed.proj(images).permute(0, 2, 3, 1))
+        tokens = self._blocks(self._with_positions(patches, padding), padding)
+        tokens = self.vit.norm(tokens)[:, self.vit.num_prefix_tokens :]
+        grid = tokens.masked_fill(padding.flatten(1)[..., None], 0).unflatten(1, padding.shape[1:])
+        return self.pyramid(grid.permute(0, 3, 1, 2).contiguous(), padding)
+
+    def _with_positions(self, patches: Tensor, padding: Tensor) -> Tensor:
+        """(B, h, w, C) -> (B, S, C): add the positions, and the tokens before the patches."""
+        vit = self.vit
+        known = [getattr(vit, name, None) for name in PREFIX_TOKENS]
+        prefix = [token.expand(len(patches), -1, -1) for token in known if token is not None]
+        tokens = patches.flatten(1, 2)
+        if vit.pos_embed is not None:
+            count = 0 if vit.no_embed_class else vit.num_prefix_tokens
+            before, table = vit.pos_embed[:, :count], vit.pos_embed[0, count:]
+            places = interpolated_positions(table.unflatten(0, vit.patch_embed.grid_size), padding)
+            tokens = tokens + places.flatten(1, 2).to(table.dtype)
+            if count:
+                prefix = [torch.cat(prefix, dim=1) + before]
+        return vit.norm_pre(vit.pos_drop(torch.cat([*prefix, tokens], dim=1)))
+
+    def _blocks(self, tokens: Tensor, padding: Tensor) -> Tensor:
+        """(B, S, C) -> (B, S, C): all blocks; consecutive ones in windows share a division of the image."""
+        prefix = padding.new_zeros(len(padding), self.vit.num_prefix_tokens)
+        for_image = attention_bias(torch.cat([prefix, padding.flatten(1)], dim=1), tokens)
+        if not self.window:
+            for block in self.vit.blocks:
+                tokens = block(tokens, attn_mask=for_image)
+            return tokens
+        in_windows = into_windows(padding[..., None], self.window, True)[..., 0]  # (B V, window^2)
+        for_windows = attention_bias(in_windows, tokens)
+        divided = False
+        for index, block in enumerate(self.vit.blocks):
+            if divided == (index in self.whole):
+                divided = not divided
+                if divided:
+                    tokens = into_windows(tokens.unflatten(1, padding.shape[1:]), self.window, 0)
+                else:
+                    tokens = from_windows(tokens, self.window, padding.shape).flatten(1, 2)
+            tokens = block(tokens, attn_mask=for_windows if divided else for_image)
+        return from_windows(tokens, self.window, padding.shape).flatten(1, 2) if divided else tokens
+
+
+def interpolated_positions(table: Tensor, padding: Tensor) -> Tensor:
+    """Interpolate positions (G, G, C) over the patches of each image that are not padding, bicubic: (B, h, w, C).
+
+    For an image without padding the same as torch's ``interpolate(mode="bicubic")``; written as two products with
+    matrices, which every runtime has, and which are deterministic in training on a GPU.
+
+    Args:
+        padding: (B, h, w) bool; the patches of an image lie in its upper left corner.
+    """
+    rows, columns = (~padding).any(2).sum(1), (~padding).any(1).sum(1)  # (B,)
+    height, width = table.shape[:2]
+    down = cubic_weights(rows, padding.shape[1], height)
+    across = cubic_weights(columns, padding.shape[2], width)
+    return torch.einsum("bhy,bwx,yxc->bhwc", down, across, table.float())
+
+
+def cubic_weights(lengths: Tensor, count: int, side: int) -> Tensor:
+    """Weights (B, count, side) that interpolate ``side`` values to the first ``lengths`` (B,) of ``count`` places."""
+    step = side / lengths.clamp(min=1)[:, None]
+    places = (torch.arange(count, device=lengths.device) + 0.5) * step - 0.5  # in cells of the table
+    left = places.floor()
+    cells = torch.arange(side, device=lengths.device)
+    weights = torch.zeros(*places.shape, side, device=lengths.device)
+    for neighbour in (-1, 0, 1, 2):
+        near = (left + neighbour).clamp(0, side - 1)[..., None] == cells
+        weights = weights + near * cubic_kernel((places - left - neighbour).abs())[..., None]
+    return weights
+
+
+def cubic_kernel(distance: Tensor) -> Tensor:
+    """Kernel of the cubic convolution at distances from 0 to 2."""
+    inner = ((CUBIC + 2) * distance - (CUBIC + 3)) * distance * distance + 1
+    outer = ((CUBIC * distance - 5 * CUBIC) * distance + 8 * CUBIC) * distance - 4 * CUBIC
+    return torch.where(distance <= 1, inner, outer)
+
+
+def attention_bias(padding: Tensor, like: Tensor) -> Tensor:
+    """Mask (R, S) bool, True = padding -> bias (R, 1, 1, S): -inf for padding, but 0 where a row holds nothing else."""
+    hidden = padding & ~padding.all(1, keepdim=True)  # a softmax over nothing is NaN
+    return like.new_zeros(hidden.shape).masked_fill(hidden, -torch.inf)[:, None, None]
+
+
+def into_windows(grid: Tensor, window: int, fill: float) -> Tensor:
+    """(B, h, w, C) -> (B V, window^2, C): cells beyond the grid are ``fill``."""
+    bottom, right = (-side % window for side in grid.shape[1:3])
+    grid = F.pad(grid, (0, 0, 0, right, 0, bottom), value=fill)
+    windows = grid.unflatten(2, (-1, window)).unflatten(1, (-1, window)).transpose(2, 3)
+    return windows.flatten(0, 2).flatten(1, 2)
+
+
+def from_windows(windows: Tensor, window: int, shape: Sequence[int]) -> Tensor:
+    """(B V, window^2, C) -> (B, h, w, C): the inverse of :func:`into_windows` for a ``shape`` of (B, h, w)."""
+    batch, height, width = shape
+    down, across = (-(-side // window) for side in (height, width))
+    grid = windows.view(batch, down, across, window, window, -1).transpose(2, 3).flatten(3, 4).flatten(1, 2)
+    return grid[:, :height, :width]
+
+
+class FeaturePyramid(nn.Module):
+    """Simple feature pyramid: maps of several strides, each from the last map alone (section 3, Figure 2c).
+
+    A quarter of the patch size: two transposed convolutions with a norm and GELU between them; half: one; once: the map
+    itself; twice: 2 x 2 max pooling. The two convolutions with which the authors bring every map to 256 channels are
+    left to the detector, which projects each map to its own width.
+
+    ``channels`` are those of the maps: a quarter, half, all and all of ``dim``.
+    """
+
+    def __init__(self, dim: int, scales: Sequence[float]) -> None:
+        super().__init__()
+        up = nn.ConvTranspose2d
+        built = {
+            0.25: lambda: nn.Sequential(
+                up(dim, dim // 2, 2, stride=2), LayerNorm2d(dim // 2), nn.GELU(), up(dim // 2, dim // 4, 2, stride=2)
+            ),
+            0.5: lambda: up(dim, dim // 2, 2, stride=2),
+            1: nn.Identity,
+            2: lambda: nn.MaxPool2d(2, ceil_mode=True),
+        }
+        self.levels = nn.ModuleList(built[scale]() for scale in scales)
+        self.scales = tuple(scales)
+        self.channels = tuple(int(dim * min(scale, 1)) for scale in scales)
+
+    def forward(self, grid: Tensor, padding: Tensor) -> list[Tensor]:
+        """Map (B, C, h, w) and its mask (B, h, w), True = padding -> one map for each scale."""
+        maps = []
+        for scale, level in zip(self.scales, self.levels, strict=True):
+            if scale > 1:  # padding is never the largest value, and a cell of nothing else is 0
+                pooled = level(grid.masked_fill(padding[:, None], -torch.inf))
+                maps.append(pooled.masked_fill(pooled.isneginf(), 0))
+            else:
+                maps.append(level(grid))
+        return maps
