@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from detr_bf.acceleration.model import accelerate
-from detr_bf.assembly.plugins import add_encoder_plugins, encoder_of, named
+from detr_bf.assembly.plugins import add_detector_plugins, encoder_of, named
 from detr_bf.backbones import Backbone, VitOptions, build_backbone
 from detr_bf.batchformer import BATCH_MIXERS, BatchFormerV2, QueryBatchFormer
 from detr_bf.common.errors import InputError
@@ -101,7 +101,7 @@ def build_detector(config: DetectionConfig, num_classes: int, body: Backbone) ->
     own = {key.rpartition(".")[2]: key for key in detector.settings if "." in key}  # several detectors have `points`
     with named("model", model, **own, dim="hidden_dim"):
         built = detector(body, channels, options, **(chosen_options(detector.own, model) if detector.own else {}))
-    add_encoder_plugins(built, config.plugins)
+    add_detector_plugins(built, config.plugins)
     if config.freeze.detector:
         built.freeze_all_but_masks(keep_dropout=config.freeze.keep_dropout)
     return accelerate(built, body.body)

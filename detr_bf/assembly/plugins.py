@@ -8,6 +8,7 @@ from dataclasses import fields, is_dataclass
 from functools import wraps
 from typing import Any, ParamSpec
 
+from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 from detr_bf.common.errors import InputError
@@ -39,7 +40,7 @@ def if_enabled(group: str) -> Callable[[Callable[P, None]], Callable[P, None]]:
 def add_context(model: nn.Module, settings: ContextBroadcastingConfig) -> None:
     """Add Context Broadcasting; InputError if it does not fit the model."""
     layers = layers_of(settings.layers)
-    add_context_broadcasting(model, layers, position=settings.position, scaled=settings.scaled)
+    add_context_broadcasting(model, layers, position=settings.position, scaled=settings.scaled, skip=settings.skip)
 
 
 @if_enabled("plugins.relative_localization")
@@ -56,13 +57,24 @@ def add_localization(model: nn.Module, settings: LocalizationConfig, pool: bool 
     )
 
 
-def add_encoder_plugins(detector: nn.Module, plugins: DetectorPluginsConfig) -> None:
-    """Add the enabled plug-ins to the detector's encoder (InputError: a plug-in does not fit it)."""
-    encoder = encoder_of(detector)
-    if not encoder.layers and (plugins.context_broadcasting.enabled or plugins.relative_localization.enabled):
+def add_detector_plugins(detector: nn.Module, plugins: DetectorPluginsConfig) -> None:
+    """Add the enabled plug-ins to the detector's encoder or backbone (InputError: a plug-in does not fit it)."""
+    encoder, context = encoder_of(detector), plugins.context_broadcasting
+    in_backbone = context.where == "backbone"
+    if not encoder.layers and ((context.enabled and not in_backbone) or plugins.relative_localization.enabled):
         raise InputError("plugins work on encoder layers: give model.encoder_layers=1 or more, or disable them")
-    add_context(encoder, plugins.context_broadcasting)
+    add_context(_plain_vit_of(detector) if context.enabled and in_backbone else encoder, context)
     add_localization(encoder, plugins.relative_localization)
+
+
+def _plain_vit_of(detector: nn.Module) -> nn.Module:
+    for module in detector.get_submodule("backbone").modules():
+        if isinstance(module, VisionTransformer):
+            return module
+    raise InputError(
+        "plugins.context_broadcasting.where=backbone needs a plain vision transformer, such as "
+        "model.backbone.name=timm:vit_tiny_patch16_224, or set where=encoder"
+    )
 
 
 def encoder_of(detector: nn.Module) -> Encoder:

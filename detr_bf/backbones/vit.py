@@ -127,7 +127,7 @@ class PlainViT(nn.Module):
         """(B, h, w, C) -> (B, S, C): add the positions, and the tokens before the patches."""
         vit = self.vit
         known = [getattr(vit, name, None) for name in PREFIX_TOKENS]
-        prefix = [token.expand(len(patches), -1, -1) for token in known if token is not None]
+        prefix = [token.expand(patches.shape[0], -1, -1) for token in known if token is not None]
         tokens = patches.flatten(1, 2)
         if vit.pos_embed is not None:
             count = 0 if vit.no_embed_class else vit.num_prefix_tokens
@@ -140,7 +140,7 @@ class PlainViT(nn.Module):
 
     def _blocks(self, tokens: Tensor, padding: Tensor) -> Tensor:
         """(B, S, C) -> (B, S, C): all blocks; consecutive ones in windows share a division of the image."""
-        prefix = padding.new_zeros(len(padding), self.vit.num_prefix_tokens)
+        prefix = padding.new_zeros(padding.shape[0], self.vit.num_prefix_tokens)
         for_image = attention_bias(torch.cat([prefix, padding.flatten(1)], dim=1), tokens)
         if not self.window:
             for block in self.vit.blocks:
@@ -248,8 +248,8 @@ class FeaturePyramid(nn.Module):
         maps = []
         for scale, level in zip(self.scales, self.levels, strict=True):
             if scale > 1:  # padding is never the largest value, and a cell of nothing else is 0
-                pooled = level(grid.masked_fill(padding[:, None], -torch.inf))
-                maps.append(pooled.masked_fill(pooled.isneginf(), 0))
+                pooled = level(grid.masked_fill(padding[:, None], torch.finfo(grid.dtype).min))
+                maps.append(pooled * level((~padding[:, None]).to(grid.dtype)))
             else:
                 maps.append(level(grid))
         return maps

@@ -325,6 +325,7 @@ class ContextBroadcastingConfig:
         "end", "mid", "front", "attention", "both"
     )  # end, mid or front of the feed-forward network; after attention; both: attention and end
     scaled: bool = False  # multiply the mean by learned scales (CB_S in the paper); only position=end
+    skip: list[int] = indices()  # excluded blocks, such as those whose output a feature pyramid reads (Sec. 4.4)
 
 
 @dataclass

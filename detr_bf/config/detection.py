@@ -288,11 +288,18 @@ class DetectorLocalizationConfig(LocalizationConfig):
 
 
 @dataclass
+class DetectorContextConfig(ContextBroadcastingConfig):
+    """Context Broadcasting in the encoder of a detector or in its backbone; padding is left out of the mean."""
+
+    where: str = choice("encoder", "backbone")  # backbone: the blocks of a plain vision transformer (timm:vit_...)
+
+
+@dataclass
 class DetectorPluginsConfig:
     """Plug-ins of the encoder beside BatchFormerV2, and files with parts of the user's own."""
 
     files: list[str] = python_files()  # with mixers, transforms, metrics and costs of your own: docs/batch_attention.md
-    context_broadcasting: ContextBroadcastingConfig = field(default_factory=ContextBroadcastingConfig)
+    context_broadcasting: DetectorContextConfig = field(default_factory=DetectorContextConfig)
     relative_localization: DetectorLocalizationConfig = field(default_factory=DetectorLocalizationConfig)
 
 

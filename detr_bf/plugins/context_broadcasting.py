@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -61,7 +62,7 @@ class ContextBroadcasting(Plugin):
         return [f"{kind}_{layer}" for layer in self.layers for kind in kinds]
 
     def hooks_on(self, model: nn.Module) -> Iterator[RemovableHandle]:
-        """Register the hooks on ``model``; in our encoder also on its layers, for their padding masks."""
+        """Register the hooks on ``model``; in our encoder and in a ViT also on the blocks, for their padding masks."""
         for place in self._places():
             kind, layer = place.split("_")
             module = parts_of_blocks(model, ATTENTIONS if kind == "attention" else FEED_FORWARDS)[int(layer)]
@@ -73,9 +74,18 @@ class ContextBroadcasting(Plugin):
                 yield module.register_forward_hook(partial(self._broadcast_output, place))
             if isinstance(model, Encoder):
                 yield model.layers[int(layer)].register_forward_pre_hook(partial(self._keep_padding, place))
+            if isinstance(model, VisionTransformer):
+                hook = partial(self._keep_masked_keys, place)
+                yield model.blocks[int(layer)].register_forward_pre_hook(hook, with_kwargs=True)
 
     def _keep_padding(self, place: str, module: nn.Module, args: tuple[TokenBatch, ...]) -> None:
         self._kept[place] = args[0].per_sample["padding_mask"]
+
+    def _keep_masked_keys(self, place: str, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        """Keep the padding of a block whose ``attn_mask`` (R, 1, 1, S) hides the same tokens from all others."""
+        mask = kwargs.get("attn_mask")
+        if mask is not None and mask.dim() == 4 and mask.shape[1] == mask.shape[2] == 1:
+            self._kept[place] = ~mask[:, 0, 0] if mask.dtype == torch.bool else mask[:, 0, 0].isneginf()
 
     def _broadcast_input(self, place: str, module: nn.Module, args: tuple[Tensor, ...]) -> Tensor:
         return broadcast_context(args[0], None, self._kept.pop(place, None))

@@ -13,14 +13,13 @@ from torch import Tensor, nn
 
 from detr_bf.assembly import build_criterion, build_detector_criterion, build_groups, build_model
 from detr_bf.assembly.compilation import compile_model
-from detr_bf.assembly.plugins import add_encoder_plugins, encoder_of
+from detr_bf.assembly.plugins import add_detector_plugins, encoder_of
 from detr_bf.classification.assembly import add_diverse, add_v1, add_v2
 from detr_bf.classification.config import PluginsConfig
 from detr_bf.common.errors import InputError
 from detr_bf.common.structures import Batch, Outputs, Target
 from detr_bf.config import DetectionConfig, load_config
-from detr_bf.config.common import ContextBroadcastingConfig
-from detr_bf.config.detection import DetectorLocalizationConfig, DetectorPluginsConfig
+from detr_bf.config.detection import DetectorContextConfig, DetectorLocalizationConfig, DetectorPluginsConfig
 from detr_bf.detectors import Detector
 from detr_bf.engine import load_strict
 from detr_bf.losses import SetCriterion
@@ -69,10 +68,10 @@ def built(*settings: str) -> Detector:
 def with_plugins(detector: Detector, variant: str = "abs") -> Detector:
     """Add both plug-ins to every layer, with random scales."""
     plugins = DetectorPluginsConfig(
-        context_broadcasting=ContextBroadcastingConfig(enabled=True, layers="all", scaled=True),
+        context_broadcasting=DetectorContextConfig(enabled=True, layers="all", scaled=True),
         relative_localization=DetectorLocalizationConfig(enabled=True, weight=1.0, variant=variant),
     )
-    add_encoder_plugins(detector, plugins)
+    add_detector_plugins(detector, plugins)
     torch.manual_seed(5)
     for parameter in encoder_of(detector).plugins.parameters():
         nn.init.normal_(parameter, std=0.1)
@@ -371,3 +370,45 @@ def test_settings_reach_batch_attention_and_diverse_patch() -> None:
 
 def test_a_variant_that_is_off_is_nobodys_business() -> None:
     assert config(f"{LOCAL}variant=ce").plugins.relative_localization.variant == "ce"
+
+
+VIT = (
+    "batch_former.enabled=false",
+    "model.backbone.name=timm:vit_tiny_patch16_224",
+    "model.backbone.vit.options={patch_size: 8, embed_dim: 16, depth: 4, num_heads: 2, img_size: 32}",
+    "model.backbone.strides=[16]",
+    "model.backbone.frozen_stages=0",
+)
+IN_BACKBONE = (f"{CONTEXT}enabled=true", f"{CONTEXT}where=backbone", f"{CONTEXT}layers=all")
+
+
+@pytest.mark.parametrize("windows", [{}, {"window": 2, "global_blocks": [1, 3]}], ids=str)
+@pytest.mark.parametrize("position", ["end", "both", "front"])
+def test_context_in_the_blocks_of_the_backbone_leaves_padding_out(windows: dict[str, Any], position: str) -> None:
+    """Features of an image alone and beside a larger one."""
+    settings = (*VIT, *(f"model.backbone.vit.{name}={value}" for name, value in windows.items()))
+    detector = built(*settings, *IN_BACKBONE, f"{CONTEXT}position={position}").eval()
+    without = built(*settings).eval()
+    pixels = torch.randint(0, 256, (2, 3, 64, 48), dtype=torch.uint8)
+    mask = torch.zeros(2, 64, 48, dtype=torch.bool)
+    mask[1, 40:], mask[1, :, 24:] = True, True
+    with torch.no_grad():
+        (both,) = detector.backbone(pixels, mask)
+        (alone,) = detector.backbone(pixels[1:, :, :40, :24].contiguous(), torch.zeros(1, 40, 24, dtype=torch.bool))
+        (plain,) = without.backbone(pixels, mask)
+    torch.testing.assert_close(both.tensor[1:, :, :3, :2], alone.tensor, rtol=1e-4, atol=1e-5)
+    assert (both.tensor - plain.tensor).abs().max() > 1e-3
+
+
+def test_skipped_blocks_and_scales_of_the_backbone() -> None:
+    detector = built(*VIT, *IN_BACKBONE, f"{CONTEXT}scaled=true", f"{CONTEXT}skip=[3]")
+    names = {name for name, _ in detector.named_parameters() if "plugins" in name}
+    assert names == {f"backbone.body.vit.plugins.context_broadcasting.scales.{block}" for block in (0, 1, 2)}
+    groups = build_groups(config(*VIT), detector)
+    assert [len(group["params"]) for group in groups if group["name"] == "scales"] == [3]
+    assert {group["weight_decay"] for group in groups if group["name"] == "scales"} == {0.0}
+
+
+def test_context_in_another_backbone_is_refused() -> None:
+    with pytest.raises(InputError, match=r"where=backbone needs a plain vision transformer, such as model\.backbone"):
+        built(*IN_BACKBONE)

@@ -96,7 +96,9 @@ def attend(block: Any, tokens: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("vit", [{}, {"window": 2}, {"window": 3, "global_blocks": (0, 2)}], ids=str)
+@pytest.mark.parametrize(
+    "vit", [{}, {"window": 2, "global_blocks": (3,)}, {"window": 3, "global_blocks": (0, 2)}], ids=str
+)
 def test_a_written_out_forward_pass(name: str, vit: dict[str, Any]) -> None:
     """Images that neither patches nor windows divide, beside larger ones: padding changes nothing."""
     backbone = build(name, vit=vit)
@@ -140,7 +142,7 @@ def test_positions_are_interpolated_over_each_image(rows: int, columns: int) -> 
 
 @pytest.mark.parametrize("window", [0, 3])
 def test_every_parameter_learns(window: int) -> None:
-    backbone = build(vit={"window": window}, strides=[2, 8, 16]).train()
+    backbone = build(vit={"window": window, "global_blocks": (1,)[:window]}, strides=[2, 8, 16]).train()
     maps = backbone(torch.randint(0, 256, (1, 3, 40, 56), dtype=torch.uint8), torch.zeros(1, 40, 56, dtype=torch.bool))
     sum(level.tensor.square().sum() for level in maps).backward()  # type: ignore[union-attr]
     without = [
@@ -216,7 +218,7 @@ def test_settings_of_other_networks_stay_at_their_defaults() -> None:
 
 
 def test_half_precision_keeps_the_features() -> None:
-    backbone = build(vit={"window": 3})
+    backbone = build(vit={"window": 3, "global_blocks": (1,)})
     images, mask = torch.randint(0, 256, (2, 3, 48, 40), dtype=torch.uint8), torch.zeros(2, 48, 40, dtype=torch.bool)
     mask[1, 20:] = True
     with torch.no_grad():
@@ -226,3 +228,10 @@ def test_half_precision_keeps_the_features() -> None:
     for half, full in zip(found, expected, strict=True):
         error = (half.tensor.float() - full.tensor).norm() / full.tensor.norm()
         assert error < 0.03
+
+
+def test_four_blocks_see_the_whole_image_unless_others_are_chosen() -> None:
+    for depth, whole in ((12, {2, 5, 8, 11}), (6, {0, 2, 3, 5}), (2, {0, 1})):
+        backbone = build(vit={"window": 2, "options": TINY | {"depth": depth}})
+        assert backbone.body.whole == whole
+    assert build(vit={"window": 2, "global_blocks": (3,)}).body.whole == {3}
