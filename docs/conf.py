@@ -49,6 +49,7 @@ CONTENTS = {
         "docs/faq",
         "docs/panoptic",
         "docs/classifiers",
+        "docs/vision_transformers",
         "docs/distributed",
         "docs/detectron2",
         "docs/any_encoder",

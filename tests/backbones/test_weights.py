@@ -40,6 +40,23 @@ def test_a_local_file_fills_every_tensor(form: str, state: dict[str, torch.Tenso
     assert all(torch.equal(value, state[key]) for key, value in body.items())
 
 
+def test_the_folder_of_a_run_gives_its_averaged_weights_without_plugins(
+    state: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    raw = {key: value + 1 for key, value in state.items()}
+    for name, averaged in (("last.pt", raw), ("best.pt", state)):
+        content = {
+            "model": raw,
+            "ema": averaged | {"plugins.batchformer.x": torch.zeros(3)},
+            "training": {"progress": {}},
+        }
+        torch.save(content, tmp_path / name)
+    body = build(str(tmp_path)).body.state_dict()
+    assert all(torch.equal(value, state[key]) for key, value in body.items())
+    torch.save({"model": state, "ema": raw, "training": {"progress": {"raw_is_better": 1}}}, tmp_path / "best.pt")
+    assert torch.equal(build(str(tmp_path)).body.state_dict()["conv1.weight"], state["conv1.weight"])
+
+
 def test_missing_unknown_and_mismatched_keys_are_listed(state: dict[str, torch.Tensor], tmp_path: Path) -> None:
     path = tmp_path / "w.pth"
     broken = {key: value for key, value in state.items() if key != "layer1.0.conv1.weight"}
