@@ -339,12 +339,17 @@ class FusedAttention(TorchFunctionMode):
 
 
 def fused_attention(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
 ) -> Tensor:
     """Run the memory-efficient kernel: query (R, H, Q, D), key and value (R, H, S, D).
 
     ``attn_mask`` is bool or a float bias, broadcastable to (R, H, Q, S), ``dropout_p`` the dropout probability of the
-    weights.
+    weights; ``is_causal`` hides the keys behind each query.
     """
     bias = attn_mask
     if bias is not None:
@@ -356,7 +361,7 @@ def fused_attention(
         bias = bias.expand(*query.shape[:3], keys)
     trained = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
     result: Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(
-        query, key, value, bias, trained, dropout_p, False
+        query, key, value, bias, trained, dropout_p, is_causal
     )[0]
     return result
 

@@ -637,3 +637,14 @@ def test_every_recipe_is_planned(name: str) -> None:
     assert plan.rates is not None
     assert plan.rates.factor == 8
     assert "Assumptions:" in text
+
+
+def test_attention_of_a_vision_transformer_is_planned() -> None:
+    """timm calls the fused attention with all of its arguments."""
+    backbone = (
+        "model.backbone.name=timm:vit_tiny_patch16_224",
+        "model.backbone.vit.options={patch_size: 8, embed_dim: 24, depth: 2, num_heads: 2}",
+        "model.backbone.strides=[8]",
+    )
+    found, without = (plan_of(tiny(*backbone, *more)) for more in ((), ("model.backbone.vit.options.depth=1",)))
+    assert found.time.flops_per_step > without.time.flops_per_step
