@@ -56,7 +56,7 @@ class Network:
     stages: tuple[str, ...]  # submodules of `body` that end a stage, from the stem to the deepest
     mean: tuple[float, ...]  # per colour channel, in fractions of full brightness
     std: tuple[float, ...]
-    reads_padding: bool = False  # `body` also receives the mask (B, H, W) bool, True = padding
+    reads_padding: bool = False  # `body` also receives the mask (B, H, W); its maps may extend beyond the images
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,13 @@ class Backbone(nn.Module):
             pixels = torch.cat([pixels, others], dim=1) if self.reference == "stack" else pixels - others
         pixels = pixels.contiguous(memory_format=torch.channels_last)
         levels = self.maps(pixels, padding_mask)
-        return tuple(FeatureMap(level, resize_mask(padding_mask, level.shape[-2:])) for level in levels)
+        if not self.reads_padding:
+            return tuple(FeatureMap(level, resize_mask(padding_mask, level.shape[-2:])) for level in levels)
+        masks = [padding_mask[:, ::stride, ::stride] for stride in self.strides]
+        return tuple(
+            FeatureMap(level[:, :, : mask.shape[1], : mask.shape[2]], mask)
+            for level, mask in zip(levels, masks, strict=True)
+        )
 
     def maps(self, pixels: Tensor, padding_mask: Tensor | None = None) -> Sequence[Tensor]:
         """Normalised images (B, 3, H, W) and their mask (B, H, W) -> feature maps (B, C, h, w), from fine to coarse."""

@@ -32,8 +32,14 @@ from detr_bf.backbones.weights import (
     with_resized_positions,
 )
 from detr_bf.common.errors import InputError
+from detr_bf.common.text import listed
 
 _HUB_FILE = "model.safetensors"
+# Arguments of timm.create_model that belong to other settings, or that would make it no plain network for photographs
+REFUSED_OPTIONS = {
+    *("checkpoint_path", "device", "drop_path_rate", "dtype", "features_only", "in_chans", "patch_drop_rate"),
+    *("pretrained", "pretrained_cfg", "pretrained_cfg_overlay"),
+}
 PLAIN_VITS = ("timm.models.vision_transformer", "timm.models.deit")  # modules of the networks that build_vit takes
 # Arguments of timm's Swin Transformers (Liu et al. 2021, arXiv 2103.14030) for images of any size: masks of shifted
 # windows are made for the map at hand, and the windows keep their size and shift on small maps.
@@ -119,12 +125,14 @@ def build_timm(
 
 
 def _plain_vit(name: str, weights: str, vit: VitOptions) -> VisionTransformer:
+    if refused := sorted(set(vit.options) & REFUSED_OPTIONS):
+        raise InputError(f"options={dict(vit.options)}: {listed(refused)} cannot be given here")
     given = {"drop_path_rate": vit.drop_path, **vit.options}
     try:
         with torch.device("meta"):
             timm.create_model(name, **given)
-    except (ArithmeticError, AssertionError, AttributeError, RuntimeError, TypeError, ValueError) as error:
-        raise InputError(f"options={dict(vit.options)}: timm cannot build {name} with them ({error})") from error
+    except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise InputError(f"options={dict(vit.options)}: timm cannot build {name} with them ({error!r})") from error
     return cast("VisionTransformer", _classifier_with_weights(name, weights, given))
 
 
@@ -154,7 +162,7 @@ def _check_name(name: str) -> None:
         raise InputError(
             f"name=timm:{name}: it accepts images of one size only, and detection needs any size; choose a "
             "convolutional network, for example timm:convnext_tiny, a Swin Transformer (timm:swin_...) or a plain "
-            "vision transformer (timm:vit_..., timm:deit_...)"
+            "vision transformer without a convolutional stem (timm:vit_..., timm:deit_...)"
         )
 
 
@@ -175,7 +183,10 @@ def _classifier_with_weights(name: str, weights: str, arguments: Mapping[str, An
             local["pretrained_cfg_overlay"] = {"file": cached}
         try:
             return timm.create_model(name, pretrained=True, **local)
-        except Exception as error:  # the network itself was built before, so this is an error of the download
+        except Exception as error:  # the network itself was built before
+            if arguments and isinstance(error, RuntimeError) and "loading state_dict" in str(error):
+                message = f"weights=imagenet: those of {name} do not fit options={arguments} ({error})"
+                raise InputError(message) from error
             raise download_failed(url, error, package) from error
     model = timm.create_model(name, **(arguments or {}))
     if weights == "none":

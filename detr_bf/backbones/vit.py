@@ -34,18 +34,20 @@ def build_vit(vit: VisionTransformer, name: str, options: VitOptions, strides: S
         vit: the classifier with its weights.
         name: of the network, for messages.
         options: see :class:`VitOptions`.
-        strides: of the feature maps: a quarter, half, once and twice the patch size. One map of the patch size is that
-            of the network itself; the others are made of it (:class:`FeaturePyramid`).
+        strides: of the feature maps: a quarter, half, once and twice the patch size. The map whose stride is the patch
+            size is the network's own; the others are made of it (:class:`FeaturePyramid`).
         finer: also return the maps of every finer stride, from 4 on.
 
     Raises:
         InputError: an unknown stride or block, or a patch embedding of another kind than one convolution.
     """
     embed = vit.patch_embed
-    if not isinstance(embed, PatchEmbed) or embed.patch_size[0] != embed.patch_size[1]:
-        raise InputError(
-            f"name={name}: expected square patches that one convolution embeds, got {type(embed).__name__}"
-        )
+    if not isinstance(embed, PatchEmbed):
+        raise InputError(f"name={name}: expected patches that one convolution embeds, got {type(embed).__name__}")
+    if embed.patch_size[0] != embed.patch_size[1]:
+        raise InputError(f"options: expected square patches, got {embed.patch_size[0]} x {embed.patch_size[1]} pixels")
+    if not len(vit.blocks):
+        raise InputError("options: expected one block or more, got depth=0")
     patch = embed.patch_size[0]
     available = {int(patch * scale): index for index, scale in enumerate(PYRAMID_SCALES) if patch * scale % 1 == 0}
     select_levels(available, strides, name)
@@ -98,6 +100,8 @@ class PlainViT(nn.Module):
     ):
         super().__init__()
         unused: Any = vit
+        if isinstance(vit.norm, nn.Identity):  # networks that pool the patches have their last norm behind the pooling
+            vit.norm = vit.fc_norm
         unused.head = unused.head_drop = unused.fc_norm = nn.Identity()
         unused.head_dist = unused.attn_pool = None
         if window:

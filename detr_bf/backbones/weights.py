@@ -22,9 +22,9 @@ PLUGINS, ENCODER = "plugins", "encoder."  # parts of the names in runs of classi
 
 
 def read_network_file(path: str | Path) -> dict[str, Tensor]:
-    """Read a network's state dict from a file or the folder of a run, on the CPU; averaged weights if there are any.
+    """Read a network's state dict from a file or the folder of a run, on the CPU; averaged weights if it has ``ema``.
 
-    Of a masked autoencoder only the encoder is returned; weights of plug-ins are left out.
+    Of a masked autoencoder only the encoder is returned; weights of plug-ins are left out, with a warning.
 
     Raises:
         InputError: the file is missing or damaged, contains more than tensors, or is not a state dict.
@@ -40,7 +40,10 @@ def read_network_file(path: str | Path) -> dict[str, Tensor]:
         state = read_state(path)
     if "mask_token" in state and any(name.startswith(ENCODER) for name in state):
         state = {name.removeprefix(ENCODER): value for name, value in state.items() if name.startswith(ENCODER)}
-    return {name: value for name, value in state.items() if PLUGINS not in name.split(".")}
+    kept = {name: value for name, value in state.items() if PLUGINS not in name.split(".")}
+    if plugins := sorted({name.partition(f"{PLUGINS}.")[2].split(".")[0] for name in state.keys() - kept.keys()}):
+        logger.warning("weights=%s: its plug-ins are left out: %s", path, ", ".join(plugins))
+    return kept
 
 
 def load_network_weights(

@@ -15,6 +15,7 @@ from timm.layers.patch_embed import PatchEmbed
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from detr_bf.backbones.weights import ENCODER
 from detr_bf.classification.cifar_resnet import cifar_resnet
 from detr_bf.classification.experts import NARROW, ExpertResNet
 from detr_bf.common.errors import InputError, prefix_errors
@@ -23,7 +24,6 @@ from detr_bf.common.weights import read_state
 from detr_bf.engine import checkpoint_of
 
 CIFAR_RESNET = "cifar_resnet"
-ENCODER = "encoder."  # prefix of the encoder's weights in a masked autoencoder
 _MISFIT = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 

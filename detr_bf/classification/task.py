@@ -13,7 +13,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from detr_bf.backbones.weights import with_resized_positions
+from detr_bf.backbones.weights import ENCODER, with_resized_positions
 from detr_bf.classification.assembly import (
     TRAINING_ONLY,
     build_classifier,
@@ -41,7 +41,7 @@ from detr_bf.classification.metrics import (
     ReconstructionEvaluator,
     write_predictions,
 )
-from detr_bf.classification.network import ENCODER, check_batch_norm, read_network_weights
+from detr_bf.classification.network import check_batch_norm, read_network_weights
 from detr_bf.classification.page import CLASSIFICATION_PAGE, MASKED_PAGE
 from detr_bf.classification.sheet import ClassifiedImage, classification_sheet, reconstruction_sheet
 from detr_bf.common import distributed

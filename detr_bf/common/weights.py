@@ -13,7 +13,7 @@ from detr_bf.common.files import check_weights, is_folder, read_safetensors, rea
 
 BEST, LAST = "best.pt", "last.pt"  # checkpoints in the folder of a run
 # Entries of a checkpoint that hold weights, averaged weights first
-WRAPPERS = ("ema.module", "ema", "model", "state_dict")
+WRAPPERS = ("ema.module", "ema", "model", "state_dict", "state_dict.model", "model.state_dict")
 
 
 def checkpoint_of(path: str | Path) -> Path:
@@ -51,7 +51,7 @@ def state_in(content: Any, path: Path) -> dict[str, Tensor]:
         if isinstance(state, Mapping) and state and all(isinstance(tensor, Tensor) for tensor in state.values()):
             break
     else:
-        raise InputError(f"{path} holds no weights: expected a dict of tensors, alone or under the key 'model'")
+        raise InputError(f"{path} holds no weights: expected a dict of tensors, or one in ema, model or state_dict")
     check_weights(state, str(path), finite=False)
     return without_wrapper(state)
 

@@ -131,6 +131,8 @@ def add_context_broadcasting(
     if scaled and position != "end":
         raise InputError(f"position={position!r} with scaled=True: scales are learned at the end only, give 'end'")
     networks = parts_of_blocks(model, FEED_FORWARDS)
+    if unknown := [block for block in skip if not 0 <= block < len(networks)]:
+        raise InputError(f"skip={list(skip)}: there is no block {unknown[0]}; the model has 0 to {len(networks) - 1}")
     where = [layer for layer in chosen(layers, len(networks)) if layer not in skip]
     if not where:
         raise InputError(f"layers={layers!r} with skip={list(skip)} leaves no block: skip fewer")

@@ -412,3 +412,16 @@ def test_skipped_blocks_and_scales_of_the_backbone() -> None:
 def test_context_in_another_backbone_is_refused() -> None:
     with pytest.raises(InputError, match=r"where=backbone needs a plain vision transformer, such as model\.backbone"):
         built(*IN_BACKBONE)
+
+
+def test_rates_and_decay_of_a_vision_transformer() -> None:
+    settings = (*VIT, "optimizer.decay_vectors=false", "optimizer.layer_decay=0.5", "optimizer.backbone_lr=1")
+    detector = built(*settings)
+    names = {id(parameter): name.removeprefix("backbone.body.") for name, parameter in detector.named_parameters()}
+    groups = {names[id(x)]: group for group in build_groups(config(*settings), detector) for x in group["params"]}
+    for spared in ("vit.pos_embed", "vit.cls_token", "vit.blocks.0.norm1.weight"):
+        assert groups[spared]["weight_decay"] == 0
+    assert groups["vit.patch_embed.proj.weight"]["weight_decay"] > 0
+    rates = [groups[f"vit.blocks.{block}.mlp.fc1.weight"]["lr"] for block in range(4)]
+    assert rates == pytest.approx([rates[3] / 8, rates[3] / 4, rates[3] / 2, rates[3]])
+    assert groups["vit.pos_embed"]["lr"] == pytest.approx(rates[0] / 2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +9,10 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from detr_bf.backbones import Backbone, VitOptions, build_backbone
+from detr_bf.backbones import Backbone, VitOptions, build_backbone, timm_backbone
 from detr_bf.backbones.vit import cubic_weights, interpolated_positions
 from detr_bf.classification.masked_autoencoder import MaskedAutoencoder
 from detr_bf.common.errors import InputError
@@ -111,10 +111,14 @@ def test_a_written_out_forward_pass(name: str, vit: dict[str, Any]) -> None:
         found = backbone(images, mask)
         for image, (height, width) in enumerate(sizes):
             pixels = (images[image, :, :height, :width].float() - backbone.mean) / backbone.std
-            for level, expected in zip(found, written_out(backbone, pixels), strict=True):
-                part = level.tensor[image : image + 1, :, : expected.shape[2], : expected.shape[3]]
-                torch.testing.assert_close(part, expected, rtol=1e-4, atol=1e-4)
-    assert [tuple(level.tensor.shape[1:]) for level in found] == [(4, 32, 36), (8, 16, 18), (16, 8, 9), (16, 4, 5)]
+            for level, expected, stride in zip(found, written_out(backbone, pixels), STRIDES, strict=True):
+                rows, columns = -(-height // stride), -(-width // stride)  # cells that begin within the image
+                part = level.tensor[image : image + 1, :, :rows, :columns]
+                torch.testing.assert_close(part, expected[:, :, :rows, :columns], rtol=1e-4, atol=1e-4)
+                seen = ~level.padding_mask[image]
+                assert seen[:rows, :columns].all()
+                assert seen.sum() == rows * columns
+    assert [tuple(level.tensor.shape[1:]) for level in found] == [(4, 31, 36), (8, 16, 18), (16, 8, 9), (16, 4, 5)]
     assert all(level.tensor.isfinite().all() for level in found)
 
 
@@ -194,6 +198,13 @@ def test_weights_of_a_masked_autoencoder(tmp_path: Path) -> None:
         ({"strides": [8], "vit": {"window": 2, "global_blocks": (4,)}}, "4 blocks"),
         ({"strides": [8], "vit": {"global_blocks": (1,)}}, "set window"),
         ({"strides": [8], "vit": {"options": {"depth": "many"}}}, r"options=.*timm cannot build vit_tiny"),
+        ({"strides": [8], "vit": {"options": {"act_layer": "nope"}}}, r"options=.*timm cannot build vit_tiny"),
+        (
+            {"strides": [8], "vit": {"options": {"features_only": True, "in_chans": 1}}},
+            "features_only, in_chans cannot",
+        ),
+        ({"strides": [8], "vit": {"options": {"patch_size": (8, 4)}}}, "square patches, got 8 x 4"),
+        ({"strides": [8], "vit": {"options": TINY | {"depth": 0}}}, "one block or more, got depth=0"),
         ({"strides": [8], "name": "resnet10t", "vit": {"window": 2}}, "no plain vision transformer"),
         ({"strides": [8], "name": "vit_small_r26_s32_224", "vit": {"options": {}}}, "one size only"),
     ],
@@ -214,7 +225,6 @@ def test_settings_of_other_networks_stay_at_their_defaults() -> None:
             frozen_norm=False,
             vit=VitOptions(window=2),
         )
-    assert asdict(VitOptions()) == {"window": 0, "global_blocks": (), "drop_path": 0.0, "options": {}}
 
 
 def test_half_precision_keeps_the_features() -> None:
@@ -235,3 +245,30 @@ def test_four_blocks_see_the_whole_image_unless_others_are_chosen() -> None:
         backbone = build(vit={"window": 2, "options": TINY | {"depth": depth}})
         assert backbone.body.whole == whole
     assert build(vit={"window": 2, "global_blocks": (3,)}).body.whole == {3}
+
+
+def test_the_norm_behind_the_pooling_is_the_last_one() -> None:
+    backbone = build("vit_base_patch16_rpn_224", vit={"options": TINY | {"pos_embed": "none"}}, strides=[8])
+    assert isinstance(backbone.body.vit.norm, nn.LayerNorm)
+    with torch.no_grad():
+        (found,) = backbone.maps(torch.randn(1, 3, 32, 32))
+    norm = backbone.body.vit.norm
+    normalized = (found[0].permute(1, 2, 0) - norm.bias) / norm.weight
+    torch.testing.assert_close(normalized.var(-1, unbiased=False), torch.ones(4, 4), rtol=1e-2, atol=1e-2)
+
+
+def test_published_weights_of_another_depth_are_no_failed_download(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cached = tmp_path / "model.safetensors"
+    save_file(timm.create_model(NAMES[0], **(TINY | {"embed_dim": 8})).state_dict(), cached)
+    monkeypatch.setattr(timm_backbone, "_hub_has_an_address", lambda: False)
+    monkeypatch.setattr(timm_backbone, "try_to_load_from_cache", lambda *_: str(cached))
+    with pytest.raises(InputError, match=r"weights=imagenet: those of vit_tiny.* do not fit options="):
+        build(weights="imagenet", large=False)
+
+
+def test_stochastic_depth_rises_to_the_last_block() -> None:
+    backbone = build(vit={"drop_path": 0.3})
+    rates = [getattr(block.drop_path1, "drop_prob", 0.0) for block in backbone.body.vit.blocks]
+    assert rates == pytest.approx([0.0, 0.1, 0.2, 0.3])

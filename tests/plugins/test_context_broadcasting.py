@@ -212,6 +212,8 @@ def test_scaled_in_all_blocks_has_the_published_number_of_parameters() -> None:
 
 
 def test_blocks_that_a_pyramid_reads_can_be_skipped() -> None:
+    with pytest.raises(InputError, match=r"skip=\[4\]: there is no block 4; the model has 0 to 3"):
+        add_context_broadcasting(tiny.vit(), skip=[4])
     assert add_context_broadcasting(tiny.vit(), "all", skip=[0, 2]).layers == (1, 3)
     with pytest.raises(InputError, match="leaves no block"):
         add_context_broadcasting(tiny.vit(), skip=[2, 3])
