@@ -159,7 +159,7 @@ def test_the_difference_is_zero_where_both_images_agree() -> None:
     assert given.references is not None
     built = Backbone(network(), "difference").eval()
     seen = []
-    built.maps = lambda pixels: seen.append(pixels) or []  # type: ignore[method-assign,func-returns-value]
+    built.maps = lambda pixels, mask: seen.append(pixels) or []  # type: ignore[method-assign,func-returns-value]
     built(given.images, given.padding_mask, given.references)
     mean, std = built.mean, built.std
     expected = (given.images.float() - given.references.float()) / std
