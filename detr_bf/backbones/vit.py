@@ -217,7 +217,7 @@ def into_windows(grid: Tensor, window: int, fill: float) -> Tensor:
 def from_windows(windows: Tensor, window: int, shape: Sequence[int]) -> Tensor:
     """(B V, window^2, C) -> (B, h, w, C): the inverse of :func:`into_windows` for a ``shape`` of (B, h, w)."""
     batch, height, width = shape
-    down, across = (-(-side // window) for side in (height, width))
+    down, across = ((side + window - 1) // window for side in (height, width))  # exported graphs divide towards 0
     grid = windows.view(batch, down, across, window, window, -1).transpose(2, 3).flatten(3, 4).flatten(1, 2)
     return grid[:, :height, :width]
 
