@@ -36,7 +36,7 @@ VIT = (
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("suffix", [".onnx", ".xml"])
+@pytest.mark.parametrize("suffix", [".onnx"])
 def test_the_file_computes_the_same(suffix: str, tmp_path: Path) -> None:
     config = load_config(None, [*SMALL, *VIT])
     classes = ClassMap((3, 7), ("a", "b"))
