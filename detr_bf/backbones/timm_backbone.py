@@ -87,8 +87,6 @@ def build_timm(
     _check_name(name)
     if _is_vit(name):
         return build_vit(_plain_vit(name, weights, vit), f"timm:{name}", vit, strides, finer)
-    if vit != DEFAULT_VIT:
-        raise InputError(f"vit: timm:{name} is no plain vision transformer; leave these settings at their defaults")
     arguments: dict[str, Any] = SWIN if _is_swin(name) else {}
     try:
         features: Any = timm.create_model(name, features_only=True, **arguments).feature_info

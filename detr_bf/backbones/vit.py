@@ -10,6 +10,7 @@ and register tokens before the patches, S = T + h w tokens, G the side of the gr
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 from timm.layers.norm import LayerNorm2d
 from timm.layers.patch_embed import PatchEmbed
 from timm.models.vision_transformer import VisionTransformer
+from timm.models.vision_transformer_sam import window_partition, window_unpartition
 from torch import Tensor, nn
 
 from detr_bf.backbones.backbone import Network, VitOptions, check_consecutive, select_levels
@@ -145,23 +147,26 @@ class PlainViT(nn.Module):
     def _blocks(self, tokens: Tensor, padding: Tensor) -> Tensor:
         """(B, S, C) -> (B, S, C): all blocks; consecutive ones in windows share a division of the image."""
         prefix = padding.new_zeros(padding.shape[0], self.vit.num_prefix_tokens)
-        for_image = attention_bias(torch.cat([prefix, padding.flatten(1)], dim=1), tokens)
-        if not self.window:
-            for block in self.vit.blocks:
-                tokens = block(tokens, attn_mask=for_image)
-            return tokens
-        in_windows = into_windows(padding[..., None], self.window, True)[..., 0]  # (B V, window^2)
-        for_windows = attention_bias(in_windows, tokens)
-        divided = False
-        for index, block in enumerate(self.vit.blocks):
-            if divided == (index in self.whole):
-                divided = not divided
-                if divided:
-                    tokens = into_windows(tokens.unflatten(1, padding.shape[1:]), self.window, 0)
-                else:
-                    tokens = from_windows(tokens, self.window, padding.shape).flatten(1, 2)
-            tokens = block(tokens, attn_mask=for_windows if divided else for_image)
-        return from_windows(tokens, self.window, padding.shape).flatten(1, 2) if divided else tokens
+        bias = attention_bias(torch.cat([prefix, padding.flatten(1)], dim=1), tokens)
+        for whole, numbered in groupby(enumerate(self.vit.blocks), lambda each: each[0] in self.whole):
+            blocks = [block for _, block in numbered]
+            if not whole:
+                tokens = self._in_windows(blocks, tokens, padding)
+                continue
+            for block in blocks:
+                tokens = block(tokens, attn_mask=bias)
+        return tokens
+
+    def _in_windows(self, blocks: Sequence[nn.Module], tokens: Tensor, padding: Tensor) -> Tensor:
+        """(B, h w, C) -> (B, h w, C)."""
+        size = (padding.shape[1], padding.shape[2])
+        seen, _ = window_partition(~padding[..., None], self.window)  # cells beyond the image are False, as padding
+        bias = attention_bias(~seen.flatten(1), tokens)
+        windows, padded = window_partition(tokens.unflatten(1, size), self.window)
+        rows = windows.flatten(1, 2)  # (B V, window^2, C)
+        for block in blocks:
+            rows = block(rows, attn_mask=bias)
+        return window_unpartition(rows.view_as(windows), self.window, size, padded).flatten(1, 2)
 
 
 def interpolated_positions(table: Tensor, padding: Tensor) -> Tensor:
@@ -204,22 +209,6 @@ def attention_bias(padding: Tensor, like: Tensor) -> Tensor:
     """Mask (R, S) bool, True = padding -> bias (R, 1, 1, S): -inf for padding, but 0 where a row holds nothing else."""
     hidden = padding & ~padding.all(1, keepdim=True)  # a softmax over nothing is NaN
     return like.new_zeros(hidden.shape).masked_fill(hidden, -torch.inf)[:, None, None]
-
-
-def into_windows(grid: Tensor, window: int, fill: float) -> Tensor:
-    """(B, h, w, C) -> (B V, window^2, C): cells beyond the grid are ``fill``."""
-    bottom, right = (-side % window for side in grid.shape[1:3])
-    grid = F.pad(grid, (0, 0, 0, right, 0, bottom), value=fill)
-    windows = grid.unflatten(2, (-1, window)).unflatten(1, (-1, window)).transpose(2, 3)
-    return windows.flatten(0, 2).flatten(1, 2)
-
-
-def from_windows(windows: Tensor, window: int, shape: Sequence[int]) -> Tensor:
-    """(B V, window^2, C) -> (B, h, w, C): the inverse of :func:`into_windows` for a ``shape`` of (B, h, w)."""
-    batch, height, width = shape
-    down, across = ((side + window - 1) // window for side in (height, width))  # exported graphs divide towards 0
-    grid = windows.view(batch, down, across, window, window, -1).transpose(2, 3).flatten(3, 4).flatten(1, 2)
-    return grid[:, :height, :width]
 
 
 class FeaturePyramid(nn.Module):

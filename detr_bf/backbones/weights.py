@@ -14,11 +14,9 @@ from torch import Tensor, nn
 from detr_bf.common.errors import InputError, prefix_errors
 from detr_bf.common.files import check_weights, readable_file
 from detr_bf.common.text import listed
-from detr_bf.common.weights import checkpoint_of, read_state
+from detr_bf.common.weights import PLUGINS, checkpoint_of, network_of, read_state, without_plugins
 
 logger = logging.getLogger(__name__)
-
-PLUGINS, ENCODER = "plugins", "encoder."  # parts of the names in runs of classifiers and of masked autoencoders
 
 
 def read_network_file(path: str | Path) -> dict[str, Tensor]:
@@ -37,10 +35,8 @@ def read_network_file(path: str | Path) -> dict[str, Tensor]:
             ".safetensors file, or the folder of a run"
         ) from error
     with prefix_errors("weights"):
-        state = read_state(path)
-    if "mask_token" in state and any(name.startswith(ENCODER) for name in state):
-        state = {name.removeprefix(ENCODER): value for name, value in state.items() if name.startswith(ENCODER)}
-    kept = {name: value for name, value in state.items() if PLUGINS not in name.split(".")}
+        state = network_of(read_state(path))
+    kept = without_plugins(state)
     if plugins := sorted({name.partition(f"{PLUGINS}.")[2].split(".")[0] for name in state.keys() - kept.keys()}):
         logger.warning("weights=%s: its plug-ins are left out: %s", path, ", ".join(plugins))
     return kept

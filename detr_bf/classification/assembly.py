@@ -23,11 +23,12 @@ from detr_bf.classification.masked_autoencoder import MaskedAutoencoder, initial
 from detr_bf.classification.masked_config import MaskedConfig
 from detr_bf.classification.network import build_network
 from detr_bf.common.errors import InputError, prefix_errors
+from detr_bf.common.weights import PLUGINS
 from detr_bf.config.common import resolved_number
 from detr_bf.engine import build_optimizer, image_parameter_groups
 from detr_bf.plugins import add_batchformer, add_batchformer_v2, add_diverse_patch, ramped
 from detr_bf.plugins.batchformer import classifiers_of
-from detr_bf.plugins.plugin import PREFIX, chosen
+from detr_bf.plugins.plugin import chosen
 
 # plug-ins that evaluation does not use
 TRAINING_ONLY = ("batchformer_v2", "batchformer", "diverse_patch", "relative_localization")
@@ -149,7 +150,7 @@ def freeze_trunk(network: nn.Module) -> None:
 
 def _keep_trunk_in_evaluation(network: nn.Module, args: Any) -> None:
     for name, child in network.named_children():
-        if name not in ("head", PREFIX):
+        if name not in ("head", PLUGINS):
             child.eval()
 
 

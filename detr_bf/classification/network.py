@@ -15,13 +15,11 @@ from timm.layers.patch_embed import PatchEmbed
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from detr_bf.backbones.weights import ENCODER
 from detr_bf.classification.cifar_resnet import cifar_resnet
 from detr_bf.classification.experts import NARROW, ExpertResNet
 from detr_bf.common.errors import InputError, prefix_errors
 from detr_bf.common.text import printable
-from detr_bf.common.weights import read_state
-from detr_bf.engine import checkpoint_of
+from detr_bf.common.weights import checkpoint_of, network_of, read_state
 
 CIFAR_RESNET = "cifar_resnet"
 _MISFIT = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
@@ -221,7 +219,4 @@ def _misfit(image_size: int, error: Exception) -> InputError:
 
 def read_network_weights(path: Path) -> dict[str, Tensor]:
     """Return the weights of a run or file for a timm network; of a masked autoencoder only the encoder's."""
-    weights = read_state(checkpoint_of(path))
-    if any(name.startswith(ENCODER) for name in weights):
-        return {name.removeprefix(ENCODER): value for name, value in weights.items() if name.startswith(ENCODER)}
-    return weights
+    return network_of(read_state(checkpoint_of(path)))

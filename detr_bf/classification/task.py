@@ -13,7 +13,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from detr_bf.backbones.weights import ENCODER, with_resized_positions
+from detr_bf.backbones.weights import with_resized_positions
 from detr_bf.classification.assembly import (
     TRAINING_ONLY,
     build_classifier,
@@ -49,7 +49,7 @@ from detr_bf.common.devices import device_of
 from detr_bf.common.errors import InputError, prefix_errors
 from detr_bf.common.files import SUSPECTS_FILE, write_json
 from detr_bf.common.structures import ClassMap
-from detr_bf.common.weights import read_state
+from detr_bf.common.weights import ENCODER, PLUGINS, read_state
 from detr_bf.config import config_from_dict
 from detr_bf.data.batches import SampleKey
 from detr_bf.data.checks.annotations import Report
@@ -67,7 +67,6 @@ from detr_bf.engine import (
 from detr_bf.engine.step import Criterion
 from detr_bf.interop.conversion import same_outputs, save_weights
 from detr_bf.plugins import without_plugins
-from detr_bf.plugins.plugin import PREFIX
 from detr_bf.report import class_labels, save_picture, tolerating
 from detr_bf.tasks.task import MOST_ERROR_PICTURES, Evaluate, MakeBatches, Task
 
@@ -171,7 +170,7 @@ class ClassificationTask(ImageTask[ClassifierConfig]):
         for name in TRAINING_ONLY:
             getattr(plain.plugins, name).enabled = False
         model = build_classifier(plain, classes.num_classes, pretrained=False)
-        prefixes = tuple(f"{PREFIX}.{name}." for name in TRAINING_ONLY)
+        prefixes = tuple(f"{PLUGINS}.{name}." for name in TRAINING_ONLY)
         weights = {name: x for name, x in read_network_weights(source).items() if not name.startswith(prefixes)}
         load_strict(model, weights, str(source))
         return model, classes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -12,8 +12,11 @@ from detr_bf.common.errors import InputError
 from detr_bf.common.files import check_weights, is_folder, read_safetensors, read_torch
 
 BEST, LAST = "best.pt", "last.pt"  # checkpoints in the folder of a run
+PLUGINS, ENCODER = "plugins", "encoder."  # in names: part of those of plug-ins, prefix in a masked autoencoder
 # Entries of a checkpoint that hold weights, averaged weights first
 WRAPPERS = ("ema.module", "ema", "model", "state_dict", "state_dict.model", "model.state_dict")
+
+T = TypeVar("T")
 
 
 def checkpoint_of(path: str | Path) -> Path:
@@ -68,3 +71,15 @@ def without_wrapper(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     prefix = "module."
     wrapped = bool(state) and all(name.startswith(prefix) for name in state)
     return {name.removeprefix(prefix) if wrapped else name: tensor for name, tensor in state.items()}
+
+
+def without_plugins(state: Mapping[str, T]) -> dict[str, T]:
+    """Remove the tensors of plug-ins from a state dict, for deployment."""
+    return {key: value for key, value in state.items() if PLUGINS not in key.split(".")}
+
+
+def network_of(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the weights of a network for images; of a masked autoencoder only the encoder's."""
+    if any(name.startswith(ENCODER) for name in weights):
+        return {name.removeprefix(ENCODER): value for name, value in weights.items() if name.startswith(ENCODER)}
+    return dict(weights)

@@ -17,7 +17,8 @@ from detr_bf.batchformer import BatchFormer, BatchFormerV2
 from detr_bf.batchformer.mixers import BatchFormerLayer
 from detr_bf.common.errors import InputError
 from detr_bf.common.structures import TokenBatch
-from detr_bf.plugins.plugin import PREFIX, Plugin, chosen, require_vit
+from detr_bf.common.weights import PLUGINS
+from detr_bf.plugins.plugin import Plugin, chosen, require_vit
 
 IMAGENET_LAYER = 7  # the eighth; early layers diverged in the paper
 INITS = ("xavier", "pytorch")
@@ -51,7 +52,7 @@ class BatchAttention(Plugin, Generic[T]):
 
     def join(self, host: nn.Module, hooks: Iterable[RemovableHandle]) -> None:
         """Add the plug-in to ``host``; InputError if that has another batch attention, which also forks the batch."""
-        for other in getattr(host, PREFIX, {}).values():
+        for other in getattr(host, PLUGINS, {}).values():
             if isinstance(other, BatchAttention) and other.name != self.name:
                 raise InputError(
                     f"the model already has {other.name}, and both would fork the batch: call its remove() first"

@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from detr_bf.common.weights import PLUGINS
 from detr_bf.losses import LossReport
 from detr_bf.plugins.batchformer import BatchFormerV2Plugin, num_streams
 from detr_bf.plugins.diverse_patch import DiversePatchLoss
-from detr_bf.plugins.plugin import PREFIX
 from detr_bf.plugins.relative_localization import RelativeLocalizationLoss
 
 
@@ -44,7 +44,7 @@ def plugin_losses(
     """
     losses: dict[str, Tensor] = {}
     weights: dict[str, float] = {}
-    plugins = getattr(model, PREFIX, {})
+    plugins = getattr(model, PLUGINS, {})
     among_blocks = BatchFormerV2Plugin.name in plugins  # BatchFormer forks after the tokens
     streams = num_streams(model) if among_blocks else 1
     for plugin in plugins.values():

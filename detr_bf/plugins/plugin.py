@@ -7,8 +7,8 @@ of the plug-in, so that a deep copy of the model has hooks of its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar, TypeVar, cast
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar, cast
 
 from timm.models.mlp_mixer import MlpMixer
 from timm.models.pit import PoolingVisionTransformer
@@ -18,16 +18,8 @@ from torch.utils.hooks import RemovableHandle
 
 from detr_bf.batchformer import check_layers
 from detr_bf.common.errors import InputError
+from detr_bf.common.weights import PLUGINS
 from detr_bf.transformer import Encoder
-
-PREFIX = "plugins"
-
-T = TypeVar("T")
-
-
-def without_plugins(state: Mapping[str, T]) -> dict[str, T]:
-    """Remove the tensors of plug-ins from a state dict, for deployment."""
-    return {key: value for key, value in state.items() if PREFIX not in key.split(".")}
 
 
 def keep_own_values(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
@@ -65,11 +57,11 @@ class Plugin(nn.Module):
                 f"a plug-in becomes a child of the model, and a {type(host).__name__} would call it like a layer: put "
                 "the layers into a module with its own forward"
             )
-        plugins = getattr(host, PREFIX, None)
+        plugins = getattr(host, PLUGINS, None)
         if plugins is None:
             plugins = nn.ModuleDict()
             plugins.register_load_state_dict_pre_hook(keep_own_values)
-        assert isinstance(plugins, nn.ModuleDict), f"the model uses the name {PREFIX} itself"
+        assert isinstance(plugins, nn.ModuleDict), f"the model uses the name {PLUGINS} itself"
         if self.name in plugins:
             raise InputError(f"the model has a plug-in {self.name} already: call its remove() first")
         reference = next(host.parameters())
@@ -79,7 +71,7 @@ class Plugin(nn.Module):
             self.to(device=reference.device, dtype=reference.dtype)  # not possible for meta tensors
         self.train(host.training)
         plugins[self.name] = self
-        host.add_module(PREFIX, plugins)
+        host.add_module(PLUGINS, plugins)
         self._host = (host,)
         self._handles = list(hooks)
 
@@ -93,10 +85,10 @@ class Plugin(nn.Module):
             raise InputError(f"the plug-in {self.name} belongs to no model: it was already removed")
         for handle in self._handles:
             handle.remove()
-        plugins = getattr(self._host[0], PREFIX)
+        plugins = getattr(self._host[0], PLUGINS)
         del plugins[self.name]
         if not plugins:
-            delattr(self._host[0], PREFIX)
+            delattr(self._host[0], PLUGINS)
         self._handles, self._host, self._kept = [], (), {}
 
     def _take(self, key: str) -> Any:

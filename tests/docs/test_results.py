@@ -90,3 +90,11 @@ def test_an_experiment_can_be_continued_from_its_committed_cells(
     root = [] if name == "detectors_digits" else ["data.root=somewhere"]  # those have their own paths
     assert main(["compare", "run", name, *root, "--output", str(folder), "--print"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == planned - len(cells(name))
+
+
+def test_the_vision_transformers_of_the_guide_are_those_of_the_recorded_runs() -> None:
+    recorded = json.loads((ROOT / "benchmarks" / "results" / "bccd_vit_cpu.json").read_text(encoding="utf-8"))
+    page = (ROOT / "docs" / "vision_transformers.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ViT-Ti[^|]* \| ([\d.]+) \| ([\d.]+) \|$", page, re.MULTILINE)
+    assert rows == [(f"{run['AP']:.3f}", f"{run['AP50']:.3f}") for run in recorded["runs"]]
+    assert f"a loss of {recorded['pre_training']['loss']:.3f}" in page
