@@ -35,7 +35,7 @@ from detr_bf.common.errors import InputError
 from detr_bf.common.text import listed
 
 _HUB_FILE = "model.safetensors"
-# Arguments of timm.create_model that belong to other settings, or that would make it no plain network for photographs
+# Arguments of timm.create_model that other settings decide, or that build another kind of network
 REFUSED_OPTIONS = {
     *("checkpoint_path", "device", "drop_path_rate", "dtype", "features_only", "in_chans", "patch_drop_rate"),
     *("pretrained", "pretrained_cfg", "pretrained_cfg_overlay"),

@@ -61,9 +61,8 @@ def build_vit(vit: VisionTransformer, name: str, options: VitOptions, strides: S
     if options.global_blocks and not options.window:
         raise InputError("global_blocks: without windows every block sees the whole image; set window, such as 14")
     if unknown := [block for block in options.global_blocks if block >= depth]:
-        raise InputError(
-            f"global_blocks={list(options.global_blocks)}: {name} has {depth} blocks, from 0, not {unknown}"
-        )
+        given = list(options.global_blocks)
+        raise InputError(f"global_blocks={given}: there is no block {unknown[0]}; {name} has 0 to {depth - 1}")
     whole = set(options.global_blocks) or {max(depth * quarter // 4 - 1, 0) for quarter in range(1, 5)}
     body = PlainViT(
         vit, [stride / patch for stride in used], window=options.window, whole=whole if options.window else range(depth)
