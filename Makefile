@@ -39,7 +39,7 @@ experiments: $(STAMP)-demo ## compare the plug-ins of classifiers on Fashion-MNI
 test test-full: export OMP_NUM_THREADS ?= 1
 # pytest would take DIR of "--golden DIR" for the folder of the tests, because it does not know the option yet.
 test test-full: PYTEST_ARGS = $(subst --golden ,--golden=,$(strip $(ARGS)))
-test: $(STAMP)-dev ## run the default tier of the tests, in 10 to 17 minutes (ARGS="-m slow" for the long ones)
+test: $(STAMP)-dev ## run the default tier of the tests, in 10 to 19 minutes (ARGS="-m slow" for the long ones)
 	@$(MAKE) --no-print-directory kernels
 	$(RUN) -m pytest -q -n logical --maxprocesses 4 --dist worksteal $(PYTEST_ARGS)
 
