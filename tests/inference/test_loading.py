@@ -21,6 +21,7 @@ RECIPES = [path for path in CONFIGS.glob("*/*.yaml") if path.parent.name not in 
 def test_every_recipe_is_a_model_under_a_name_of_its_own() -> None:
     assert len(RECIPES) > 20
     assert detr_bf.list_models() == sorted(path.stem for path in RECIPES)
+    assert not [path for path in RECIPES if "\ntask: " in path.read_text(encoding="utf-8")], "one folder deeper"
 
 
 def test_names_are_filtered() -> None:
