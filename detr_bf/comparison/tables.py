@@ -8,8 +8,9 @@ hotcoco, has too narrow intervals: about 0.79 of the right standard error.)
 Shape legend: I images, K classes, D detections, R resamples, T IoU thresholds (0.50, 0.55, ..., 0.95), A size ranges
 (all, small, medium, large).
 
-JSON: ``to_dict`` gives ``kind``, plain lists, and arrays as ``{"dtype", "shape", "data"}``, where ``data`` is base85
-(``base64.b85encode``) of the zlib-compressed bytes of the array in C order, little-endian.
+JSON: ``to_dict`` gives ``kind``, plain lists, ids without a gap as ``{"first", "last"}``, and arrays as ``{"dtype",
+"shape", "data"}``, where ``data`` is base85 (``base64.b85encode``) of the zlib-compressed bytes of the array in C
+order, little-endian.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ _NUM_THRESHOLDS, _NUM_SIZES = 10, 4
 _RECALLS = np.linspace(0.0, 1.0, 101)  # as in pycocotools
 _CHUNK = 2**22  # numbers of one temporary array
 _MAX_ARRAY = 2**32  # bytes of one array of a file
+_MAX_IMAGES = 10**7  # of ids given by the first and the last
 _DTYPES = ("|u1", "<u2", "<u4", "<u8")  # of whole numbers
 
 
@@ -156,7 +158,7 @@ class BoxTable:
         arrays = {"objects": self.objects, "starts": self.starts, "images": self.images, **bits}
         return {
             "kind": self.kind,
-            "image_ids": list(self.image_ids),
+            "image_ids": _packed_ids(self.image_ids),
             "classes": list(self.classes),
             **{name: _packed(array) for name, array in arrays.items()},
         }
@@ -350,7 +352,7 @@ class PanopticTable:
         """Return plain values for JSON."""
         things = [int(is_thing) for is_thing in self.is_thing]
         arrays = {"iou": _packed(self.iou), "counts": _packed(self.counts)}
-        return {"kind": self.kind, "image_ids": list(self.image_ids), "is_thing": things, **arrays}
+        return {"kind": self.kind, "image_ids": _packed_ids(self.image_ids), "is_thing": things, **arrays}
 
     @classmethod
     def from_dict(cls, state: Mapping[str, Any]) -> PanopticTable:
@@ -397,7 +399,7 @@ class ClassifierTable:
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
         arrays = {"labels": _packed(self.labels), "predicted": _packed(self.predicted + 1)}
-        return {"kind": self.kind, "image_ids": list(self.image_ids), "groups": list(self.groups), **arrays}
+        return {"kind": self.kind, "image_ids": _packed_ids(self.image_ids), "groups": list(self.groups), **arrays}
 
     @classmethod
     def from_dict(cls, state: Mapping[str, Any]) -> ClassifierTable:
@@ -470,8 +472,18 @@ def _unpacked(state: Mapping[str, Any], key: str, shape: tuple[int, ...], dtype:
     return array
 
 
+def _packed_ids(ids: tuple[int, ...]) -> list[int] | dict[str, int]:
+    first, last = ids[0], ids[-1]
+    return {"first": first, "last": last} if len(ids) == last - first + 1 else list(ids)
+
+
 def _ids(state: Mapping[str, Any]) -> tuple[int, ...]:
     ids = state.get("image_ids")
+    if isinstance(ids, Mapping):
+        first, last = ids.get("first"), ids.get("last")
+        if not (type(first) is int and type(last) is int and 0 <= last - first < _MAX_IMAGES):
+            raise _damaged("image_ids have no valid first and last")
+        return tuple(range(first, last + 1))
     if not (isinstance(ids, list) and ids and all(type(i) is int for i in ids)):
         raise _damaged("image_ids is not a list of ids")
     _require(all(a < b for a, b in itertools.pairwise(ids)), "image_ids do not ascend")

@@ -277,6 +277,11 @@ def test_damaged_tables_are_refused() -> None:
         ("image_ids", []),
         ("image_ids", [3, 2, 1]),
         ("image_ids", good["image_ids"][1:]),
+        ("image_ids", {"first": 1}),
+        ("image_ids", {"first": 1, "last": 11}),
+        ("image_ids", {"first": 2, "last": 1}),
+        ("image_ids", {"first": 0, "last": 10**15}),
+        ("image_ids", {"first": "1", "last": "9"}),
         ("image_ids", ["a"] * 12),
         ("classes", ["a"]),
         ("classes", [1, 2, 3, 4]),
@@ -298,6 +303,9 @@ def test_damaged_tables_are_refused() -> None:
         with pytest.raises(InputError, match="damaged"):
             table_from_dict(state)
     labels = ClassifierTable((1, 2), np.array([0, 1]), np.array([0, 1]), ("few", "few")).to_dict()
+    assert labels["image_ids"] == {"first": 1, "last": 2}
+    for image_ids in (labels["image_ids"], [1, 2]):
+        assert table_from_dict({**labels, "image_ids": image_ids}).image_ids == (1, 2)
     with pytest.raises(InputError, match="a label is not one of the classes"):
         table_from_dict({**labels, "groups": ["few"]})
 
