@@ -78,11 +78,12 @@ def build_detector(config: DetectionConfig, num_classes: int, body: Backbone) ->
             "adds: set loss.classification=focal (or varifocal, mal)"
         )
     classification, former = build_classification(config), build_batch_former(config)
+    levels = len(model.backbone.vit.maps) or len(model.backbone.strides)
     shared = vars(model).keys() & {option.name for option in fields(Options)} - {"groups"}
     options = Options(
         **{name: getattr(model, name) for name in shared},
         num_logits=classification.num_logits(num_classes),
-        strides=tuple(model.backbone.strides),
+        strides=tuple(body.strides[-levels:]),
         groups=query_groups(
             model.num_queries,
             one_to_many=model.groups.one_to_many.queries,
@@ -96,7 +97,7 @@ def build_detector(config: DetectionConfig, num_classes: int, body: Backbone) ->
         mask_head=build_mask_head(config, body.channels),
         activation_checkpointing=config.train.recompute_encoder,
     )
-    channels = body.channels[-len(model.backbone.strides) :]
+    channels = body.channels[-levels:]
     _warn_of_unused_settings(config)
     own = {key.rpartition(".")[2]: key for key in detector.settings if "." in key}  # several detectors have `points`
     with named("model", model, **own, dim="hidden_dim"):
@@ -243,6 +244,7 @@ def build_criterion(config: DetectionConfig, *, local: bool = False) -> SetCrite
             ddf_weight=loss.ddf_weight,
             union=loss.union,
             box_weighting=loss.box_weighting,
+            mean_of_groups=loss.mean_of_groups,
             local=local,
         )
 
@@ -258,7 +260,13 @@ def build_detector_criterion(config: DetectionConfig, detector: nn.Module) -> Cr
 def build_postprocess(config: DetectionConfig) -> Postprocess:
     """Build the conversion of outputs to detections."""
     settings = config.eval
-    return Postprocess(build_classification(config), settings.max_detections, settings.mask_threshold, settings.nms)
+    return Postprocess(
+        build_classification(config),
+        settings.max_detections,
+        settings.mask_threshold,
+        settings.nms,
+        clamp=not detector_named(config.model.name).bounded,
+    )
 
 
 def build_panoptic_postprocess(config: DetectionConfig, class_map: ClassMap) -> PanopticPostprocess:

@@ -353,7 +353,7 @@ def metrics_log(
 def build_groups(config: DetectionConfig, model: Detector) -> list[dict[str, Any]]:
     """Return the parameter groups of a detector with their learning rates and weight decay.
 
-    With ``optimizer.layer_decay`` they are many, and a table of them is logged.
+    With ``optimizer.layer_decay`` or ``backbone_layer_decay`` they are many, and a table of them is logged.
     """
     groups = parameter_groups(
         model,
@@ -365,15 +365,17 @@ def build_groups(config: DetectionConfig, model: Detector) -> list[dict[str, Any
         batch_former_lr_factor=config.batch_former.lr_factor,
         batch_former_weight_decay=config.batch_former.weight_decay,
         layer_decay=config.optimizer.layer_decay,
+        backbone_layer_decay=config.optimizer.backbone_layer_decay,
     )
-    if config.optimizer.layer_decay != 1:
+    if config.optimizer.layer_decay != 1 or config.optimizer.backbone_layer_decay != 1:
         rows = (
             f"{group['name']:<28} {group['lr']:<10.3g} {group['weight_decay']:<12g} "
             f"{sum(parameter.numel() for parameter in group['params']):,}"
             for group in groups
         )
         head = f"{'parameters':<28} {'lr':<10} {'weight decay':<12} numbers"
-        logger.info("optimizer.layer_decay=%g\n%s", config.optimizer.layer_decay, "\n".join((head, *rows)))
+        factors = config.optimizer.layer_decay, config.optimizer.backbone_layer_decay
+        logger.info("optimizer.layer_decay=%g, backbone_layer_decay=%g\n%s", *factors, "\n".join((head, *rows)))
     return groups
 
 

@@ -67,12 +67,17 @@ class VitOptions:
         window: side of the windows of attention, in patches; 0: every block attends to the whole image.
         global_blocks: blocks, from 0, that attend to the whole image nevertheless; empty: four, evenly spaced, the last
             block among them (section 3).
+        maps: blocks, from 0, whose outputs are the feature maps, all of the stride of a patch (RF-DETR); empty: the
+            last one, of which maps of other strides are made.
+        windows: with ``maps``, the number of windows per side of an image.
         drop_path: rate of stochastic depth of the last block; it rises linearly from 0 at the first one.
         options: further arguments of ``timm.create_model``, such as ``patch_size``.
     """
 
     window: int = 0
     global_blocks: Sequence[int] = field(default_factory=list)
+    maps: Sequence[int] = field(default_factory=list)
+    windows: int = 1
     drop_path: float = 0.0
     options: Mapping[str, Any] = field(default_factory=dict)
 

@@ -31,6 +31,7 @@ from detr_bf.backbones.weights import (
     read_network_file,
     with_resized_positions,
 )
+from detr_bf.backbones.windowed_vit import build_windowed_vit
 from detr_bf.common.errors import InputError
 from detr_bf.common.text import listed
 
@@ -86,7 +87,8 @@ def build_timm(
     """
     _check_name(name)
     if _is_vit(name):
-        return build_vit(_plain_vit(name, weights, vit), f"timm:{name}", vit, strides, finer)
+        network = _plain_vit(name, weights, vit)
+        return (build_windowed_vit if vit.maps else build_vit)(network, f"timm:{name}", vit, strides, finer)
     arguments: dict[str, Any] = SWIN if _is_swin(name) else {}
     try:
         features: Any = timm.create_model(name, features_only=True, **arguments).feature_info

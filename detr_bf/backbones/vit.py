@@ -27,6 +27,7 @@ from detr_bf.common.errors import InputError
 PREFIX_TOKENS = ("cls_token", "dist_token", "reg_token")  # in timm's order
 PYRAMID_SCALES = (0.25, 0.5, 1, 2)  # strides of the pyramid in patches
 CUBIC = -0.75  # coefficient of the cubic convolution (Keys 1981), torch's
+SMOOTH_CUBIC = -0.5  # torch's with antialiasing
 
 
 def build_vit(vit: VisionTransformer, name: str, options: VitOptions, strides: Sequence[int], finer: bool) -> Network:
@@ -43,14 +44,7 @@ def build_vit(vit: VisionTransformer, name: str, options: VitOptions, strides: S
     Raises:
         InputError: an unknown stride or block, or a patch embedding of another kind than one convolution.
     """
-    embed = vit.patch_embed
-    if not isinstance(embed, PatchEmbed):
-        raise InputError(f"name={name}: expected patches that one convolution embeds, got {type(embed).__name__}")
-    if embed.patch_size[0] != embed.patch_size[1]:
-        raise InputError(f"options: expected square patches, got {embed.patch_size[0]} x {embed.patch_size[1]} pixels")
-    if not len(vit.blocks):
-        raise InputError("options: expected one block or more, got depth=0")
-    patch = embed.patch_size[0]
+    patch = side_of_patches(vit, name)
     available = {int(patch * scale): index for index, scale in enumerate(PYRAMID_SCALES) if patch * scale % 1 == 0}
     select_levels(available, strides, name)
     used = list(strides)
@@ -58,6 +52,8 @@ def build_vit(vit: VisionTransformer, name: str, options: VitOptions, strides: S
         used = [stride for stride in available if 4 <= stride <= strides[-1]]
         check_consecutive(used, strides, name)
     depth = len(vit.blocks)
+    if options.windows > 1:
+        raise InputError(f"windows={options.windows} needs maps, the blocks whose outputs are the feature maps")
     if options.global_blocks and not options.window:
         raise InputError("global_blocks: without windows every block sees the whole image; set window, such as 14")
     if unknown := [block for block in options.global_blocks if block >= depth]:
@@ -77,6 +73,22 @@ def build_vit(vit: VisionTransformer, name: str, options: VitOptions, strides: S
         std=tuple(cfg["std"]),
         reads_padding=True,
     )
+
+
+def side_of_patches(vit: VisionTransformer, name: str) -> int:
+    """Return the side of the patches in pixels.
+
+    Raises:
+        InputError: they are not square or not embedded by one convolution, or the network has no blocks.
+    """
+    embed = vit.patch_embed
+    if not isinstance(embed, PatchEmbed):
+        raise InputError(f"name={name}: expected patches that one convolution embeds, got {type(embed).__name__}")
+    if embed.patch_size[0] != embed.patch_size[1]:
+        raise InputError(f"options: expected square patches, got {embed.patch_size[0]} x {embed.patch_size[1]} pixels")
+    if not len(vit.blocks):
+        raise InputError("options: expected one block or more, got depth=0")
+    return embed.patch_size[0]
 
 
 class PlainViT(nn.Module):
@@ -100,11 +112,7 @@ class PlainViT(nn.Module):
         self, vit: VisionTransformer, scales: Sequence[float], *, window: int, whole: Sequence[int] | set[int]
     ):
         super().__init__()
-        unused: Any = vit
-        if isinstance(vit.norm, nn.Identity):  # networks that pool the patches have their last norm behind the pooling
-            vit.norm = vit.fc_norm
-        unused.head = unused.head_drop = unused.fc_norm = nn.Identity()
-        unused.head_dist = unused.attn_pool = None
+        unused: Any = without_head(vit)
         if window:
             if vit.pos_embed is not None and not vit.no_embed_class:
                 vit.pos_embed = nn.Parameter(vit.pos_embed.detach()[:, vit.num_prefix_tokens :])
@@ -168,19 +176,29 @@ class PlainViT(nn.Module):
         return window_unpartition(rows.view_as(windows), self.window, size, padded).flatten(1, 2)
 
 
-def interpolated_positions(table: Tensor, padding: Tensor) -> Tensor:
+def without_head(vit: VisionTransformer) -> VisionTransformer:
+    """Remove the classifier of a network of timm, and its pooling (in-place)."""
+    unused: Any = vit
+    if isinstance(vit.norm, nn.Identity):  # networks that pool the patches have their last norm behind the pooling
+        vit.norm = vit.fc_norm
+    unused.head = unused.head_drop = unused.fc_norm = nn.Identity()
+    unused.head_dist = unused.attn_pool = None
+    return vit
+
+
+def interpolated_positions(table: Tensor, padding: Tensor, *, antialias: bool = False) -> Tensor:
     """Interpolate positions (G, G, C) over the patches of each image that are not padding, bicubic: (B, h, w, C).
 
-    For an image without padding the same as torch's ``interpolate(mode="bicubic")``; written as two products with
-    matrices, which every runtime has, and which are deterministic in training on a GPU.
+    For an image without padding the same as torch's ``interpolate(mode="bicubic", antialias=antialias)``; written as
+    two products with matrices, which every runtime has, and which are deterministic in training on a GPU.
 
     Args:
         padding: (B, h, w) bool; the patches of an image lie in its upper left corner.
     """
     rows, columns = (~padding).any(2).sum(1), (~padding).any(1).sum(1)  # (B,)
     height, width = table.shape[:2]
-    down = cubic_weights(rows, padding.shape[1], height)
-    across = cubic_weights(columns, padding.shape[2], width)
+    weights = smooth_cubic_weights if antialias else cubic_weights
+    down, across = weights(rows, padding.shape[1], height), weights(columns, padding.shape[2], width)
     return torch.einsum("bhy,bwx,yxc->bhwc", down, across, table.float())
 
 
@@ -197,10 +215,22 @@ def cubic_weights(lengths: Tensor, count: int, side: int) -> Tensor:
     return weights
 
 
-def cubic_kernel(distance: Tensor) -> Tensor:
+def smooth_cubic_weights(lengths: Tensor, count: int, side: int) -> Tensor:
+    """As :func:`cubic_weights`, with a kernel that is as wide as the step between two places if that is over a cell."""
+    step = side / lengths.clamp(min=1)[:, None]
+    places = (torch.arange(count, device=lengths.device) + 0.5) * step
+    cells = torch.arange(side, device=lengths.device) + 0.5
+    distance = (cells - places[..., None]).abs() / step.clamp(min=1)[..., None]
+    weights = torch.where(distance < 2, cubic_kernel(distance, SMOOTH_CUBIC), 0.0)
+    total = weights.sum(-1, keepdim=True)
+    return weights / torch.where(total == 0, 1.0, total)  # places in the padding may be beyond all cells
+
+
+def cubic_kernel(distance: Tensor, coefficient: float = CUBIC) -> Tensor:
     """Kernel of the cubic convolution at distances from 0 to 2."""
-    inner = ((CUBIC + 2) * distance - (CUBIC + 3)) * distance * distance + 1
-    outer = ((CUBIC * distance - 5 * CUBIC) * distance + 8 * CUBIC) * distance - 4 * CUBIC
+    a = coefficient
+    inner = ((a + 2) * distance - (a + 3)) * distance * distance + 1
+    outer = ((a * distance - 5 * a) * distance + 8 * a) * distance - 4 * a
     return torch.where(distance <= 1, inner, outer)
 
 

@@ -385,20 +385,23 @@ class Queries:
     def fork(self, second_stream: Tensor) -> Queries:
         """Append a second stream with the content (B, Q, C); all else, groups and proposals included, is repeated."""
         parts = {name: getattr(self, name) for name in ("position", "reference", "modulation")}
-        proposals = self.proposals
-        if proposals is not None:
-            logits, boxes = (torch.cat([each, each], 1) for each in (proposals.logits, proposals.boxes))
-            proposals = replace(proposals, logits=logits, boxes=boxes, num_streams=2)
         return replace(
             self,
             content=torch.cat([self.content, second_stream]),
-            proposals=proposals,
+            proposals=self.proposals and _twice(self.proposals),
             groups=tuple(
                 group if group.assigned is None else replace(group, assigned=group.assigned.repeat(2, 1))
                 for group in self.groups
             ),
             **{name: torch.cat([part, part]) for name, part in parts.items() if part is not None},
         )
+
+
+def _twice(proposals: Outputs) -> Outputs:
+    """Repeat the predictions of one stream for a second one."""
+    logits, boxes = (torch.cat([each, each], 1) for each in (proposals.logits, proposals.boxes))
+    groups = tuple((group, _twice(predicted)) for group, predicted in proposals.groups)
+    return replace(proposals, logits=logits, boxes=boxes, num_streams=2, groups=groups)
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from detr_bf.config.common import (
     factors,
     fraction,
     indices,
+    names_of,
     not_negative,
     not_negative_rule,
     path,
@@ -47,6 +48,8 @@ class VitConfig:
 
     window: int = not_negative(0, 1024)  # side of the windows of attention in patches; 0: every block sees the image
     global_blocks: list[int] = indices()  # blocks that see the whole image; empty: four, evenly spaced; needs window
+    maps: list[int] = indices()  # blocks whose outputs are the feature maps, all of one stride (RF-DETR)
+    windows: int = positive(1, 64)  # with maps: windows per side of an image; global_blocks then has no default
     drop_path: float = below_one(0.0)  # stochastic depth of the last block; it rises from 0 at the first
     options: dict[str, Any] = arguments()  # further arguments of timm.create_model, as model.options of a classifier
 
@@ -99,7 +102,10 @@ class OneToManyConfig:
 
 @dataclass
 class GroupsConfig:
-    """Further queries in training, not of dino, rtdetr, rtdetrv2 and dfine; evaluation uses only num_queries."""
+    """Further queries in training, not of dino, rtdetr, rtdetrv2 and dfine; evaluation uses only num_queries.
+
+    rfdetr has group_detr alone.
+    """
 
     one_to_many: OneToManyConfig = field(default_factory=OneToManyConfig)
     group_detr: int = positive(1, 1000)  # groups of num_queries learned queries, each matched one-to-one; 1: none
@@ -142,6 +148,18 @@ class DfineConfig:
     up: float = positive(0.5, 1000)  # largest distance of a side, but for the outermost bins, in sizes of the box
     reg_scale: float = positive(4.0, 1000)  # larger values space the bins more evenly; 8 in D-FINE-X
     as_released: bool = False  # on non-square maps: positions, cells and discrete sampling of the released code
+
+
+@dataclass
+class RfdetrConfig:
+    """Settings of model.name=rfdetr."""
+
+    levels: list[str] = names_of("P3", "P4", "P5")  # of half, once or twice the stride of the maps; empty: P4
+    layer_norm: bool = True  # layer norms in the projector; false: batch norms
+    cross_heads: int = positive(16, 1024)  # heads of the attention to the tokens
+    points: int = positive(2, 256)  # sampling points per query, level and head
+    refine: bool = False  # each decoder layer refines the boxes of the previous one; false: those of the tokens
+    scaled_boxes: bool = True  # boxes in units of those that they refine, which may leave the image; false: logits
 
 
 @dataclass
@@ -203,6 +221,7 @@ class ModelConfig:
     dfine: DfineConfig = field(default_factory=DfineConfig)
     dino: DinoConfig = field(default_factory=DinoConfig)
     groups: GroupsConfig = field(default_factory=GroupsConfig)
+    rfdetr: RfdetrConfig = field(default_factory=RfdetrConfig)
     rtdetr: RtdetrConfig = field(default_factory=RtdetrConfig)
     smca: SmcaConfig = field(default_factory=SmcaConfig)
     backbone: BackboneConfig = field(default_factory=BackboneConfig)
@@ -211,6 +230,8 @@ class ModelConfig:
     def all_strides(self) -> list[int]:
         """Pixels per cell of all maps, the coarsest last, with those that the detector computes from the last one."""
         strides = list(self.backbone.strides)
+        if self.name == "rfdetr":
+            return [int(strides[-1] * 2.0 ** (int(level[1]) - 4)) for level in self.rfdetr.levels or ["P4"]]
         further = self.extra_levels if self.name in WITH_EXTRA_LEVELS else int(self.name == "smca_multi_scale")
         return strides + [strides[-1] * 2 ** (level + 1) for level in range(further)]
 
@@ -325,8 +346,9 @@ class LossConfig:
     """Losses and their weights."""
 
     classification: str = choice(
-        "cross_entropy", "focal", "varifocal", "mal"
-    )  # cross_entropy: not for dn_detr, dino, rtdetr, rtdetrv2 and dfine; mal: matchability-aware, of DEIM
+        *("cross_entropy", "focal", "varifocal"),
+        *("mal", "ia_bce"),
+    )  # cross_entropy: not for dn_detr, dino, rfdetr, rtdetr(v2), dfine; mal: of DEIM; ia_bce: of LW-DETR and RF-DETR
     class_weight: float = not_negative(1.0)  # weight of the classification loss
     bbox_weight: float = not_negative(5.0)  # weight of the L1 loss of the boxes
     giou_weight: float = not_negative(2.0)  # weight of the generalised IoU loss
@@ -335,11 +357,12 @@ class LossConfig:
     fgl_weight: float = not_negative(0.15)  # weight of the localisation of box sides in bins; only model.name=dfine
     ddf_weight: float = not_negative(1.5)  # weight of the distillation of the last layer; only model.name=dfine
     union: bool = True  # train boxes of all layers on the matched pairs of any layer; only model.name=dfine
+    mean_of_groups: bool = False  # divide all losses by model.groups.group_detr, as LW-DETR and RF-DETR
     box_weighting: str = choice("none", "iou", "giou")  # factor of the generalised IoU loss of each matched pair
     giou_eps: float = not_negative(0.0, 1e-3)  # added to the divisors of the generalised IoU; 1e-6 in DAB-DETR
     no_object_weight: float = not_negative(0.1)  # weight of the no-object class; only classification=cross_entropy
-    focal_alpha: float = fraction(0.25)  # weight of positive targets in the focal loss
-    focal_gamma: float = not_negative(2.0, 100)  # exponent of the focal loss
+    focal_alpha: float = fraction(0.25)  # weight of positive targets in the focal loss; ia_bce: exponent of the score
+    focal_gamma: float = not_negative(2.0, 100)  # exponent of the focal loss and of the background in ia_bce
     varifocal_background: float = not_negative(0.75)  # weight of background in classification=varifocal
     mal_gamma: float = not_negative(1.5, 100)  # exponent of IoU and probability; only classification=mal
     mal_background: float = not_negative(1.0)  # weight of background; only classification=mal
@@ -353,6 +376,9 @@ class DetectorOptimizerConfig(OptimizerConfig):
     backbone_lr: float | int | str = automatic(1e-5, not_negative_rule(RATE))  # of the backbone; auto: a tenth of lr
     point_lr_factor: float = not_negative(1.0)  # lr of reference points and sampling offsets as a multiple of lr
     layer_decay: float = positive(1.0, 1)  # factor of lr and backbone_lr for each layer or stage before the output
+    backbone_layer_decay: float = positive(
+        1.0, 1
+    )  # factor of backbone_lr alone, for each stage or block before its end
     decay_vectors: bool = True  # apply weight_decay to biases and norms as well; false in RT-DETR
 
 
@@ -486,7 +512,7 @@ class DetectionConfig(RunConfig):
     @property
     def size_divisor(self) -> int:
         """Number of which the sides of resized images are multiples."""
-        return self.data.transforms.size_divisor or max(self.model.all_strides)
+        return self.data.transforms.size_divisor or max(self.model.all_strides) * self.model.backbone.vit.windows
 
     def _check_squares(self, prefix: str) -> None:
         """Refuse squares whose sides are no multiples of the divisor."""

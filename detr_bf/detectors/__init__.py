@@ -14,6 +14,7 @@ from detr_bf.detectors.dfine import dfine
 from detr_bf.detectors.dino import dino
 from detr_bf.detectors.dn_detr import dn_detr
 from detr_bf.detectors.mask_head import MaskHead
+from detr_bf.detectors.rfdetr import rfdetr
 from detr_bf.detectors.rtdetr import rtdetr, rtdetrv2
 from detr_bf.detectors.smca import smca
 from detr_bf.detectors.smca_multi_scale import smca_multi_scale
@@ -29,6 +30,7 @@ DETECTORS: dict[str, DetectorKind] = {
     "dfine": dfine,
     "dino": dino,
     "dn_detr": dn_detr,
+    "rfdetr": rfdetr,
     "rtdetr": rtdetr,
     "rtdetrv2": rtdetrv2,
     "smca": smca,

@@ -125,15 +125,19 @@ class AnchorPosition(nn.Module):
     Args:
         scaled_layers: number of decoder layers; from the second on the position is multiplied by a function of the
             content (DAB-Deformable-DETR). None: in no layer.
+        once: compute it before the first layer only, as the boxes stay the same.
     """
 
-    def __init__(self, dim: int, scaled_layers: int | None = None) -> None:
+    def __init__(self, dim: int, scaled_layers: int | None = None, *, once: bool = False) -> None:
         super().__init__()
+        self.once = once
         self.point = xavier(MLP([2 * dim, dim, dim]))
         self.scale = None if scaled_layers is None else content_scale(dim, scaled_layers)
 
     def forward(self, layer: int, queries: Queries, memory: TokenBatch) -> Queries:
         assert queries.reference is not None
+        if self.once and layer:
+            return queries
         ratio = memory.per_sample["valid_ratios"][:, None, 0]
         boxes = queries.reference * torch.cat([ratio, ratio], dim=-1)
         position = self.point(box_sine(boxes, queries.content.shape[-1]))

@@ -22,20 +22,24 @@ class DetectorKind:
         build: builder, called with the shared options and, if there are any, the detector's own.
         own: dataclass of its own options, whose fields name their settings under ``model``.
         no_object: its class scores may contain no-object; not if it ranks tokens by class or draws classes as noise.
-        from_tokens: its queries are the best tokens of the encoder, without groups of further queries.
+        from_tokens: its queries are the best tokens of the encoder.
+        grouped: with ``from_tokens``, it has groups of further queries (``groups.group_detr``).
         two_stage: setting under ``model`` that makes its queries the best tokens, with or without groups.
         encoder_width: setting under ``model`` of the width of its encoder; after the encoder the tokens are
             ``hidden_dim`` wide, and batch attention has one place more there.
         masks_see_boxes: its mask head reads the boxes of the queries.
+        bounded: the centres and sizes of its boxes are at most those of the image.
     """
 
     build: Callable[..., Detector]
     own: type | None = None
     no_object: bool = True
     from_tokens: bool = False
+    grouped: bool = False
     two_stage: str | None = None
     encoder_width: str | None = None
     masks_see_boxes: bool = True
+    bounded: bool = True
 
     @property
     def settings(self) -> list[str]:
@@ -43,7 +47,7 @@ class DetectorKind:
         return settings_of(self.own) if self.own else []
 
     def __call__(self, backbone: nn.Module, channels: Sequence[int], options: Options, **own: Any) -> Detector:
-        if self.from_tokens and options.groups:
+        if self.from_tokens and options.groups and not self.grouped:
             raise InputError(
                 f"model.name={self.build.__name__} has no groups of further queries: set groups.one_to_many.queries=0 "
                 "and groups.group_detr=1, or use another detector"

@@ -52,11 +52,7 @@ class TokenProposals(nn.Module):
         Raises:
             InputError: there are fewer tokens than ``count``, the queries to be chosen.
         """
-        if memory.tokens.shape[1] < count:
-            raise InputError(
-                f"the two-stage detector takes its {count} queries from the image's tokens, of which there are "
-                f"{memory.tokens.shape[1]}: use larger images or fewer queries (num_queries, one_to_many)"
-            )
+        check_tokens(memory, count)
         anchors, usable = anchor_boxes(memory)
         tokens = self.norm(self.project(memory.tokens.masked_fill(~usable, 0.0)))
         logits = full_precision(self.class_head, tokens)
@@ -112,6 +108,15 @@ class ProposalQueries(TokenProposals):
             content = self.content.weight[:count].expand_as(position)
         proposals = Outputs(logits[None], box_logits.sigmoid()[None], memory.num_streams, one_class=True)
         return in_groups(Queries(content, position, boxes, proposals=proposals), groups)
+
+
+def check_tokens(memory: TokenBatch, count: int) -> None:
+    """Raise InputError if there are fewer tokens than ``count``, the queries to be chosen."""
+    if memory.tokens.shape[1] < count:
+        raise InputError(
+            f"the two-stage detector takes its {count} queries from the image's tokens, of which there are "
+            f"{memory.tokens.shape[1]}: use larger images or fewer queries (num_queries, one_to_many)"
+        )
 
 
 def inverse_of_anchors(anchors: Tensor, usable: Tensor) -> Tensor:

@@ -34,6 +34,7 @@ def parameter_groups(
     batch_former_lr_factor: float = 1.0,
     batch_former_weight_decay: float | None = None,
     layer_decay: float = 1.0,
+    backbone_layer_decay: float = 1.0,
 ) -> list[dict[str, Any]]:
     """Return the groups of the trainable parameters: transformer, backbone, batch_former, points, scales.
 
@@ -43,7 +44,8 @@ def parameter_groups(
     the positions and class tokens of a vision transformer, are in the groups ``transformer_no_decay`` and so on. With a
     ``layer_decay`` other than 1 the parameters of these three are divided by their depth (:func:`layer_depths`), and
     those of depth 7, in ``transformer_depth7`` and so on, have the learning rate times ``layer_decay ** 7``; batch
-    attention and scales, which are always new, keep theirs.
+    attention and scales, which are always new, keep theirs. ``backbone_layer_decay`` does the same in the backbone
+    alone, whose depths then begin with 1.
     """
     bf_decay = weight_decay if batch_former_weight_decay is None else batch_former_weight_decay
     groups: dict[str, dict[str, Any]] = {
@@ -57,17 +59,24 @@ def parameter_groups(
     groups |= {f"{name}_no_decay": {**groups[name], "weight_decay": 0.0} for name in decaying}
     special = _special_parameters(model)
     spared = _without_decay(model)
-    depths = {} if layer_decay == 1 else layer_depths(model)
+    depths = {} if layer_decay == backbone_layer_decay == 1 else layer_depths(model)
     if depths:
+        first = min(depths[key] for key, group in special.items() if group == "backbone") - 1
         groups = {
-            name if depth == 0 else f"{name}_depth{depth}": {**group, "lr": group["lr"] * layer_decay**depth}
+            name if depth == 0 else f"{name}_depth{depth}": {
+                **group,
+                "lr": group["lr"]
+                * layer_decay**depth
+                * (backbone_layer_decay ** max(depth - first, 0) if name.startswith("backbone") else 1),
+            }
             for name, group in groups.items()
             for depth in range(max(depths.values()) + 1 if name.startswith(decaying) else 1)
         }
 
     def group_of(name: str, parameter: nn.Parameter) -> str:
         group = special.get(id(parameter), "transformer")
-        depth = depths.get(id(parameter), 0) if group in decaying else 0
+        divided = decaying if layer_decay != 1 else ("backbone",)
+        depth = depths.get(id(parameter), 0) if group in divided else 0
         decays = decay_vectors or (parameter.ndim > 1 and name not in spared) or group not in decaying
         return (group if decays else f"{group}_no_decay") + (f"_depth{depth}" if depth else "")
 

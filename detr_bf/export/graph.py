@@ -25,7 +25,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torchvision.ops import box_convert
 from torchvision.transforms.v2 import functional as transforms
 
 from detr_bf.batchformer import InsertedBatchFormer
@@ -137,7 +136,7 @@ class ExportGraph(nn.Module):
         if self.postprocess is None:
             return (logits, boxes) if masks is None else (logits, boxes, masks)
         scores, query, labels = self._best(self.postprocess.classification.scores(logits), self.postprocess)
-        corners = box_convert(boxes, "cxcywh", "xyxy").gather(1, query[..., None].expand(-1, -1, 4))
+        corners = self.postprocess.corners(boxes).gather(1, query[..., None].expand(-1, -1, 4))
         if masks is None:
             return scores, labels, corners
         index = query[..., None, None].expand(-1, -1, *masks.shape[2:])

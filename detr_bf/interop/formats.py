@@ -157,6 +157,13 @@ FORMATS = (
         "official DINO",
     ),
     *_rtdetr(),
+    Format(
+        "rfdetr",
+        official.official_rfdetr,
+        ("backbone.0.projector.stages.0.0.cv1", "transformer.enc_out_bbox_embed.0", "query_feat"),
+        "official RF-DETR",
+        ignored=("mask_token", "_kp_active_mask"),
+    ),
     *_hugging_face("detr", huggingface.hf_detr, (f"{_ATTENTION}.q_proj", "class_labels_classifier", "bbox_predictor")),
     *_hugging_face(
         "conditional_detr",

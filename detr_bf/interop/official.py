@@ -19,6 +19,8 @@ RTDETR_LEVELS, FUSION_BLOCKS = 3, 6  # at most: maps; RepVGG blocks of one fusio
 VD_BLOCKS = 23  # of the longest stage of a ResNet-vd
 VD_STEM = (("conv1.0", "conv1.1"), ("conv1.3", "conv1.4"), ("conv1.6", "bn1"))  # our convolutions with their norms
 NORMED = (("conv", "convolution"), ("norm", "norm"))  # a convolution with its norm
+CONVX = (("conv", "0"), ("bn", "1"))
+VIT_BLOCKS, VIT_MAPS, BOTTLENECKS, MOST_GROUPS = 40, 12, 3, 64  # at most
 NORMED_SEQUENCE = (("0", "convolution"), ("1", "norm"))
 ADAPTER = "detector"  # module of the adapter that holds our detector
 CONDITIONAL_SELF = {
@@ -484,3 +486,55 @@ def _convolution(theirs: str, convolution: str, norm: str) -> Iterator[NameRule]
     """Rename a convolution that contains its norm."""
     yield rename(theirs, f"{BODY}.{convolution}")
     yield rename(f"{theirs}.norm", f"{BODY}.{norm}")
+
+
+def official_rfdetr(layout: Layout) -> Iterator[NameRule]:
+    """roboflow/rf-detr, without the token of masked patches and the mask of keypoints, which are not used."""
+    vit, body = "backbone.0.encoder.encoder", f"{BODY}.vit"
+    yield rename(f"{vit}.embeddings.cls_token", f"{body}.cls_token")
+    yield rename(f"{vit}.embeddings.register_tokens", f"{body}.reg_token")
+    yield rename(f"{vit}.embeddings.position_embeddings", f"{body}.pos_embed")
+    yield rename(f"{vit}.embeddings.patch_embeddings.projection", f"{body}.patch_embed.proj")
+    yield rename(f"{vit}.layernorm", f"{body}.norm")
+    for block in range(VIT_BLOCKS):
+        yield from dinov2_block(f"{vit}.encoder.layer.{block}", f"{body}.blocks.{block}")
+    for level in range(RTDETR_LEVELS):
+        theirs, ours = f"backbone.0.projector.stages.{level}", f"tokens.projections.{level}"
+        yield rename(f"{theirs}.1", f"{ours}.norm")
+        convolutions = [("0.cv1", "block.enter"), ("0.cv2", "block.leave")]
+        for index in range(BOTTLENECKS):
+            convolutions += [(f"0.m.{index}.cv{i + 1}", f"block.bottlenecks.{index}.{i}") for i in range(2)]
+        for name, place in convolutions:
+            yield from normed_convolution(f"{theirs}.{name}", f"{ours}.{place}", CONVX)
+        for number in range(VIT_MAPS):
+            theirs, place = f"backbone.0.projector.stages_sampling.{level}.{number}.0", f"{ours}.resize.{number}"
+            yield from normed_convolution(theirs, place, CONVX)
+            yield rename(theirs, place)
+    for name, ours in (("query_feat", "content"), ("refpoint_embed", "change")):
+        yield rename(name, f"decoder.queries.{ours}")
+    names = {"enc_output": "project", "enc_output_norm": "norm", "enc_out_class_embed": "class_head"}
+    for group in range(MOST_GROUPS):
+        for name, ours in {**names, "enc_out_bbox_embed": "box_head"}.items():
+            yield rename(f"transformer.{name}.{group}", f"decoder.queries.parts.{group}.{ours}")
+    for layer in range(layout.decoder_layers):
+        theirs, ours = f"transformer.decoder.layers.{layer}", f"decoder.layers.{layer}"
+        yield from _packed(f"{theirs}.self_attn", f"{ours}.self_attention.attention")
+        yield from deformable_attention(f"{theirs}.cross_attn", f"{ours}.cross_attention.attention")
+        yield from _feed_forward(theirs, ours, norm="norm3")
+        yield rename(f"{theirs}.norm1", f"{ours}.self_residual.norm")
+        yield rename(f"{theirs}.norm2", f"{ours}.cross_residual.norm")
+    yield rename("transformer.decoder.norm", "decoder.norm")
+    yield rename("transformer.decoder.ref_point_head", "decoder.update_queries.point")
+    yield rename("class_embed", "decoder.heads.classes.0")
+    yield rename("bbox_embed", "decoder.heads.boxes.0", older=["transformer.decoder.bbox_embed"])
+
+
+def dinov2_block(theirs: str, ours: str) -> Iterator[NameRule]:
+    """Block of transformers' DINOv2; timm's has one matrix for query, key and value."""
+    parts = tuple(f"{theirs}.attention.attention.{name}" for name in ("query", "key", "value"))
+    yield NameRule(parts, (f"{ours}.attn.qkv",), joined=True)
+    names = {"attention.output.dense": "attn.proj", "mlp.fc1": "mlp.fc1", "mlp.fc2": "mlp.fc2"}
+    for number in (1, 2):
+        names |= {f"norm{number}": f"norm{number}", f"layer_scale{number}.lambda1": f"ls{number}.gamma"}
+    for name, place in names.items():
+        yield rename(f"{theirs}.{name}", f"{ours}.{place}")

@@ -24,11 +24,12 @@ BOX_HEAD = "bbox_embed.{}.layers.0.weight"  # the authors' name of a layer's hea
 class NameRule:
     """One foreign tensor or module and its counterparts in our models."""
 
-    theirs: tuple[str, ...]  # all names of it
+    theirs: tuple[str, ...]  # all names of it; of a joined one the names of its parts
     ours: tuple[str, ...]  # our parts, concatenated in this order along dim
     dim: int = 0
     copies: tuple[str, ...] = ()  # our other names of the whole tensor: a module that is used twice
-    older: tuple[str, ...] = ()  # foreign names of earlier releases, read but not written
+    older: tuple[str, ...] = ()  # further foreign names, read but not written
+    joined: bool = False  # ours is one tensor, the concatenation of theirs along dim
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,14 @@ def to_ours(state: State, rules: Sequence[NameRule]) -> tuple[dict[str, Tensor],
             unknown.append(name)
             continue
         rule, below = known[found], name[len(found) :]
-        for part, value in zip(rule.ours, _parts(tensor, rule, name), strict=True):
+        if rule.joined:
+            names = [part + below for part in rule.theirs]
+            if any(each not in state for each in names):
+                unknown.append(name)
+            elif name == names[0]:  # the other parts are read with the first
+                _put(ours, rule.ours[0] + below, torch.cat([state[each] for each in names], rule.dim), name)
+            continue
+        for part, value in zip(rule.ours, _parts(tensor, len(rule.ours), rule.dim, name), strict=True):
             _put(ours, part + below, value, name)
         for copy in rule.copies:
             _put(ours, copy + below, tensor, name)
@@ -113,6 +121,10 @@ def to_theirs(state: State, rules: Sequence[NameRule]) -> tuple[dict[str, Tensor
         if rule is None or any(part + below not in state for part in rule.ours):
             unknown.append(name)
         elif found == rule.ours[0]:  # the other parts are written with the first
+            if rule.joined:
+                pieces = _parts(tensor, len(rule.theirs), rule.dim, name)
+                theirs |= {target + below: piece for target, piece in zip(rule.theirs, pieces, strict=True)}
+                continue
             parts = [state[part + below] for part in rule.ours]
             whole = tensor if len(parts) == 1 else torch.cat(parts, rule.dim)
             theirs |= {target + below: whole for target in rule.theirs}
@@ -136,13 +148,12 @@ def _longest(name: str, known: Mapping[str, NameRule]) -> str | None:
     return name or None
 
 
-def _parts(tensor: Tensor, rule: NameRule, name: str) -> Sequence[Tensor]:
-    count = len(rule.ours)
+def _parts(tensor: Tensor, count: int, dim: int, name: str) -> Sequence[Tensor]:
     if count == 1:
         return [tensor]
-    if tensor.dim() <= rule.dim or tensor.shape[rule.dim] % count:
+    if tensor.dim() <= dim or tensor.shape[dim] % count:
         raise InputError(f"'{name}' of shape {tuple(tensor.shape)} should hold {count} tensors, but cannot be divided")
-    return tensor.chunk(count, rule.dim)
+    return tensor.chunk(count, dim)
 
 
 def _put(ours: dict[str, Tensor], name: str, value: Tensor, source: str) -> None:

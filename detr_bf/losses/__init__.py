@@ -5,6 +5,7 @@ from detr_bf.losses.classification import (
     Classification,
     CrossEntropy,
     Focal,
+    IouAware,
     MatchabilityAware,
     Varifocal,
 )
@@ -20,6 +21,7 @@ __all__ = [
     "CrossEntropy",
     "Focal",
     "HungarianMatcher",
+    "IouAware",
     "LossReport",
     "MatchabilityAware",
     "Matches",

@@ -20,6 +20,7 @@ from detr_bf.common.settings import setting
 
 NO_OBJECT = -1  # class of a query that should predict no object
 NOT_SUPERVISED = -2  # class of a query without a loss
+LEAST_TARGET = 0.01  # of a matched query's class in the IoU-aware cross-entropy
 
 
 class Classification(Protocol):
@@ -203,10 +204,15 @@ class Varifocal(Focal):
     """Varifocal loss (Zhang et al. 2021, arXiv 2008.13367, equation 2) with the matching cost of :class:`Focal`.
 
     The target of the class of a matched query is the IoU of its box with the object; its cross-entropy is weighted by
-    that IoU. All other logits have target 0 and the weight ``background`` x score^``gamma``.
+    that IoU. All other logits have target 0 and the weight ``background`` x score^``gamma``, without gradient.
+
+    Args:
+        lw_detr: as in the code of LW-DETR and RF-DETR, these weights have a gradient, and a matched query without any
+            overlap is weighted as the others.
     """
 
     background: float = setting("varifocal_background", 0.75)
+    lw_detr: bool = False
     needs_quality = True
 
     def __post_init__(self) -> None:
@@ -218,7 +224,10 @@ class Varifocal(Focal):
         assert quality is not None, "varifocal loss needs the quality of the matched pairs"
         positive = one_hot(classes, logits)
         target = positive * quality.to(logits.dtype)[..., None]
-        weight = self.background * logits.detach().sigmoid() ** self.gamma * (1 - positive) + target
+        if self.lw_detr:
+            positive = (target > 0).to(logits.dtype)
+        score = (logits if self.lw_detr else logits.detach()).sigmoid()
+        weight = self.background * score**self.gamma * (1 - positive) + target
         losses = F.binary_cross_entropy_with_logits(logits, target, reduction="none") * weight
         return supervised(losses, classes).sum((1, 2, 3)) / num_boxes
 
@@ -253,9 +262,31 @@ class MatchabilityAware(Focal):
         return supervised(losses, classes).sum((1, 2, 3)) / num_boxes
 
 
+@dataclass(frozen=True)
+class IouAware(Focal):
+    """IoU-aware cross-entropy of LW-DETR (Chen et al. 2024, arXiv 2406.03459, section 3.2), with the cost of Focal.
+
+    Binary cross-entropy. The target of a matched query's class is p ** ``alpha`` x IoU ** (1 - ``alpha``) of its
+    probability p, without gradient and at least ``LEAST_TARGET``; the other logits have target 0 and the weight
+    p ** ``gamma``, with gradient. The sum over queries and classes is divided by the number of boxes.
+    """
+
+    needs_quality = True
+
+    def loss(self, logits: Tensor, classes: Tensor, num_boxes: Tensor, *, quality: Tensor | None = None) -> Tensor:
+        assert quality is not None, "the criterion gives the IoU of the matched pairs"
+        matched, probability = one_hot(classes, logits) > 0, logits.sigmoid()
+        wanted = probability.detach() ** self.alpha * quality[..., None].to(logits.dtype) ** (1 - self.alpha)
+        target = torch.where(matched, wanted.clamp(min=LEAST_TARGET), 0.0)
+        weight = torch.where(matched, 1.0, probability**self.gamma)
+        losses = F.binary_cross_entropy_with_logits(logits, target, reduction="none") * weight
+        return supervised(losses, classes).sum((1, 2, 3)) / num_boxes
+
+
 CLASSIFICATIONS: dict[str, type[CrossEntropy] | type[Focal]] = {
     "cross_entropy": CrossEntropy,
     "focal": Focal,
     "varifocal": Varifocal,
     "mal": MatchabilityAware,
+    "ia_bce": IouAware,
 }

@@ -27,21 +27,28 @@ class Postprocess:
     With a softmax every query gives its best class (Carion et al. 2020); with sigmoid scores the best pairs of query
     and class are taken (Zhu et al. 2021, arXiv 2010.04159). At most ``max_detections`` per image, best first. A pixel
     belongs to a mask if its probability exceeds ``mask_threshold``. With ``nms``, detections are left out whose IoU
-    with a better one of the same class is above it (non-maximum suppression).
+    with a better one of the same class is above it (non-maximum suppression). ``clamp`` cuts the boxes at the borders
+    of the image (RF-DETR).
     """
 
     classification: Classification
     max_detections: int = 100
     mask_threshold: float = 0.5
     nms: float | None = None
+    clamp: bool = False
 
     @torch.no_grad()
     def __call__(self, outputs: Outputs, targets: Sequence[Target]) -> list[Detections]:
         """Return one :class:`Detections` for each target, which gives image id and sizes."""
         assert outputs.num_streams == 1, "evaluation has one stream"
         all_scores = self.classification.scores(outputs.logits[-1].float())
-        boxes = box_convert(outputs.boxes[-1].float(), "cxcywh", "xyxy")
+        boxes = self.corners(outputs.boxes[-1])
         return [self._detections(all_scores[i], boxes[i], outputs, i, targets) for i in range(len(targets))]
+
+    def corners(self, boxes: Tensor) -> Tensor:
+        """Boxes (..., 4) cx, cy, w, h -> x0, y0, x1, y1, float32."""
+        corners = box_convert(boxes.float(), "cxcywh", "xyxy")
+        return corners.clamp(0, 1) if self.clamp else corners
 
     def _detections(
         self, scores: Tensor, boxes: Tensor, outputs: Outputs, image: int, targets: Sequence[Target]

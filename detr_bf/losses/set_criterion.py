@@ -91,6 +91,8 @@ class SetCriterion:
             its size.
         box_weighting: ``iou`` or ``giou`` multiplies the loss of the generalised IoU of each pair with that value,
             without gradient, which also becomes the quality in the classification; or ``none``.
+        mean_of_groups: divide all losses by the number of groups of Group DETR, the main queries included, instead of
+            adding those of the groups (LW-DETR, RF-DETR).
 
     Raises:
         InputError: a weight is negative or all are 0, or ``box_weighting`` is unknown, or gives the matchability-aware
@@ -108,6 +110,7 @@ class SetCriterion:
     ddf_weight: float = 1.5
     union: bool = True
     box_weighting: str = "none"
+    mean_of_groups: bool = False
     local: bool = False
     metrics: Mapping[str, Metric] = field(default_factory=lambda: dict(LOGGED_METRICS))
 
@@ -127,9 +130,11 @@ class SetCriterion:
         """
         padded = PaddedTargets.of(targets, outputs.num_streams)
         objects = _num_objects(outputs, padded, self.local)
+        if self.mean_of_groups:
+            objects = objects * (1 + sum(group.parts for group, _ in outputs.groups if group.assigned is None))
         num_boxes = _divisor(objects, self.local)
-        groups = [] if outputs.proposals is None else [(QueryGroup("enc", 0), outputs.proposals)]
-        divided = [(group, *_divided(group, predicted, padded)) for group, predicted in (*groups, *outputs.groups)]
+        groups = [*_proposals(outputs), *outputs.groups]
+        divided = [(group, *_divided(group, predicted, padded)) for group, predicted in groups]
         matches, *of_groups, united = self._matched(
             [(outputs, padded, 1)]
             + [(predicted, wanted, group.repeats) for group, predicted, wanted in divided if group.assigned is None]
@@ -207,7 +212,10 @@ class SetCriterion:
             assert group.assigned is not None
             matches, not_supervised = Matches.of(group.assigned, len(outputs.logits), outputs.logits.device)
             united = united and replace(united, pairs=None, divisor=None)
-        divisor = _divisor(objects * group.parts * group.repeats, self.local)
+        if group.assigned is None:
+            divisor = group.parts * _divisor(objects * group.repeats, self.local)
+        else:
+            divisor = _divisor(objects * group.parts, self.local)
         return self._stream_losses(outputs, targets, matches, divisor, united, not_supervised)
 
     def _stream_losses(
@@ -288,6 +296,15 @@ def _distribution_losses(
     streams = zip(*parts, scores.chunk(outputs.num_streams), shares, strict=True)
     distillation = torch.stack([distillation_loss(*stream) for stream in streams], 1)
     return localization_loss(distributions, matches, wanted, overlaps), distillation
+
+
+def _proposals(outputs: Outputs) -> list[tuple[QueryGroup, Outputs]]:
+    """Return the proposals of the main queries, if there are any, and those of their groups."""
+    proposals = outputs.proposals
+    if proposals is None:
+        return []
+    of_groups = [(replace(group, name=f"{group.name}_enc"), predicted) for group, predicted in proposals.groups]
+    return [(QueryGroup("enc", 0), proposals), *of_groups]
 
 
 def _divided(group: QueryGroup, outputs: Outputs, targets: PaddedTargets) -> tuple[Outputs, PaddedTargets]:

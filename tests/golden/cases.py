@@ -98,8 +98,8 @@ def options(case: Case) -> Options:
     return Options(
         num_logits=cfg["num_classes"] + (1 if family(case) in WITH_NO_OBJECT else 0),
         hidden_dim=cfg["hidden_dim"],
-        heads=cfg["nheads"],
-        encoder_layers=cfg["num_encoder_layers" if "num_encoder_layers" in cfg else "enc_layers"],
+        heads=cfg["sa_nheads" if "sa_nheads" in cfg else "nheads"],
+        encoder_layers=cfg["num_encoder_layers"] if "num_encoder_layers" in cfg else cfg.get("enc_layers", 0),
         decoder_layers=cfg["dec_layers"],
         feedforward_dim=cfg["dim_feedforward"],
         dropout=0.0,
@@ -117,8 +117,10 @@ def options(case: Case) -> Options:
 
 
 def further_queries(case: Case) -> tuple[QueryGroup, ...]:
-    """Return H-DETR's one-to-many queries."""
+    """Return H-DETR's one-to-many queries, or RF-DETR's groups."""
     cfg = case.cfg
+    if "group_detr" in cfg:
+        return query_groups(cfg["num_queries"], group_detr=cfg["group_detr"])
     if "num_queries_one2many" not in cfg:
         return ()
     return query_groups(
@@ -151,6 +153,8 @@ def family(case: Case) -> str:
         return "dino"
     if "d-fine" in repository or "/deim" in repository:
         return case.cfg.get("detector", "dfine")  # DEIM is a recipe of both
+    if "rf-detr" in repository:
+        return "rfdetr"
     if "rt-detr" in repository:
         return "rtdetrv2" if "rtdetrv2" in repository else "rtdetr"
     if "dab-detr" in repository:
@@ -190,6 +194,8 @@ def detector(case: Case) -> Any:
             return DETECTORS[kind](backbone, channels, chosen, **rtdetr_settings(cfg))
         if kind == "dfine":
             return DETECTORS[kind](backbone, channels, chosen, **dfine_settings(cfg))
+        if kind == "rfdetr":
+            return DETECTORS[kind](backbone, channels, chosen, **rfdetr_settings(cfg))
         anchors = {"patterns": cfg.get("num_patterns"), "random_points": cfg.get("random_refpoints_xy")}
         if kind == "dab_detr":
             return DETECTORS[kind](backbone, channels, chosen, **anchors)
@@ -285,6 +291,19 @@ def dfine_settings(cfg: dict[str, Any]) -> dict[str, Any]:
             queries=cfg["num_denoising"], label_noise=cfg["label_noise_ratio"]
         ),
         "as_released": True,
+    }
+
+
+def rfdetr_settings(cfg: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of RF-DETR for those of a recorded one."""
+    assert cfg["two_stage"], "the reference runs with no other"
+    return {
+        "levels": cfg["projector_scale"],
+        "layer_norm": cfg["layer_norm"],
+        "cross_heads": cfg["ca_nheads"],
+        "points": cfg["dec_n_points"],
+        "refine": not cfg["lite_refpoint_refine"],
+        "scaled_boxes": cfg["bbox_reparam"],
     }
 
 
@@ -534,6 +553,8 @@ def gradients_by_their_name(case: Case, model: nn.Module) -> dict[str, Tensor]:
     scales = {name: x for name, x in model.named_buffers() if name.endswith(".scale")}  # RT-DETRv2 is known by them
     layout = FORMATS.get(family(case), "detr_panoptic" if case.cfg.get("masks") else family(case))
     theirs = to_foreign(ours | scales, layout)
+    for tied in case.manifest.get("tied_keys", []):  # recorded by one name
+        theirs |= {name: theirs[known] for known in tied if known in theirs for name in tied}
     return {name: x for name, x in theirs.items() if not name.endswith("num_points_scale")}
 
 

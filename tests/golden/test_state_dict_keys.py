@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from detr_bf.backbones import build_backbone
+from detr_bf.backbones import Backbone, VitOptions, build_backbone
 from detr_bf.detectors import Detector
 from detr_bf.interop.formats import format_of, from_foreign, to_foreign
 from tests.golden.cases import KEY_LISTS, Case, detector, family, flat_dfine, flat_rtdetr, options
@@ -24,7 +24,11 @@ CLASSES = {"coco": 91, "coco_panoptic": 250}  # the largest category id and one 
 OTHER_CLASSES = 20  # of any other data set
 LEARNED = ("v3", "learned")  # their names of the learned position encoding
 PRIOR = 0.01  # initial score of every class
-OF_ONE_IMAGE_SIZE = ("decoder.anchors", "decoder.valid_mask")  # buffers of RT-DETRv2, which ours computes anew
+# Not in our models: buffers of RT-DETRv2 for one image size, and what RF-DETR does not use
+NOT_OURS = (
+    *("decoder.anchors", "decoder.valid_mask"),
+    *("_kp_active_mask", "backbone.0.encoder.encoder.embeddings.mask_token"),
+)
 CONSTANTS = ("decoder.up", "decoder.reg_scale")  # parameters without gradients in D-FINE, buffers in ours
 EXTREMES_FROM = 2000  # size from which the largest value characterises the distribution
 Shapes = dict[str, tuple[int, ...]]
@@ -56,6 +60,11 @@ def listed(golden: Sequence[Path], request: pytest.FixtureRequest) -> Case:
         cfg = flat_rtdetr(args) | {"num_classes": args["num_classes"]}
     elif "HGNetv2" in args:
         cfg = flat_dfine(args) | {"num_classes": args["num_classes"]}
+    elif "projector_scale" in args:
+        cfg = args | {
+            "num_classes": args["num_classes"] + 1,
+            "dim_feedforward": manifest["defaults"]["dim_feedforward"],
+        }
     else:
         cfg = args | {"num_classes": CLASSES.get(args["dataset_file"], OTHER_CLASSES)}
     return Case(request.param.stem, {}, manifest | {"cfg": cfg})
@@ -75,23 +84,42 @@ def strides(case: Case) -> list[int]:
 def ours(case: Case, *, whole: bool) -> Detector:
     """Build our detector from the arguments of the case; with ``whole`` including the backbone, on the meta device."""
     with torch.device("meta" if whole else "cpu"):
-        backbone = build_backbone(
-            case.cfg["backbone"],
-            weights="none",
-            strides=strides(case),
-            dilation=case.cfg["dilation"],
-            frozen_stages=case.cfg.get("frozen_stages", 0),
-            frozen_norm=case.cfg.get("frozen_norm", True),
-        )
+        backbone = windowed_dinov2(case) if family(case) == "rfdetr" else convolutional(case)
         chosen = replace(
             options(case),
             class_prior=None if family(case) == "detr" else PRIOR,
-            position_encoding="learned" if case.cfg["position_embedding"] in LEARNED else "sine",
+            position_encoding="learned" if case.cfg.get("position_embedding") in LEARNED else "sine",
         )
         channels = list(backbone.channels)
         if family(case) == "smca_multi_scale":
             channels = channels[-1:]  # build_backbone derives the other levels from it
         return detector(case)(backbone if whole else nn.Identity(), channels, chosen)
+
+
+def convolutional(case: Case) -> Backbone:
+    return build_backbone(
+        case.cfg["backbone"],
+        weights="none",
+        strides=strides(case),
+        dilation=case.cfg["dilation"],
+        frozen_stages=case.cfg.get("frozen_stages", 0),
+        frozen_norm=case.cfg.get("frozen_norm", True),
+    )
+
+
+def windowed_dinov2(case: Case) -> Backbone:
+    """Build the backbone of RF-DETR; blocks that see the whole image follow from the recorded ones in windows."""
+    patch, stages = case.cfg["patch_size"], case.cfg["out_feature_indexes"]
+    options = VitOptions(
+        global_blocks=case.manifest["full_attention_blocks"],
+        maps=[stage - 1 for stage in stages],
+        windows=case.cfg["num_windows"],
+        options={"patch_size": patch, "img_size": patch * case.cfg["positional_encoding_size"]},
+    )
+    name = f"timm:vit_{case.cfg['encoder'].rpartition('_')[2]}_patch14_dinov2"
+    return build_backbone(
+        name, weights="none", strides=[patch], dilation=False, frozen_stages=0, frozen_norm=False, vit=options
+    )
 
 
 def shapes(state: Mapping[str, Tensor]) -> Shapes:
@@ -107,12 +135,13 @@ in_default_tier = pytest.mark.default_tier(
     "dfine_hgnetv2_n_coco",
     "dfine_hgnetv2_x_coco",
     "deim_r18vd_120e_coco",
+    "rf_detr_nano",
 )
 
 
 def their_shapes(case: Case) -> Shapes:
     state = case.manifest["state_dict"].items()
-    return {name: tuple(shape) for name, shape in state if name not in OF_ONE_IMAGE_SIZE}
+    return {name: tuple(shape) for name, shape in state if name not in NOT_OURS}
 
 
 def random_state(case: Case) -> dict[str, Tensor]:
@@ -173,7 +202,8 @@ def test_initialisation(listed: Case) -> None:
     for seed in range(2):
         torch.manual_seed(seed)
         state = to_foreign(ours(listed, whole=False).state_dict(), form.name)
-        states.append({key: x for key, x in state.items() if x.is_floating_point()})  # no counters of batch norms
+        kept = {key: x for key, x in state.items() if not key.startswith("backbone.")}  # of RF-DETR: its projector
+        states.append({key: x for key, x in kept.items() if x.is_floating_point()})  # no counters of batch norms
     stats = listed.manifest["init_stats"].items()
     recorded = {key: Stats(*value) for key, value in stats if key != "what" and key in their_shapes(listed)}
     tied = {name for first, *others in listed.manifest["tied_keys"] if first in recorded for name in others}

@@ -1,0 +1,138 @@
+"""Vision transformer of RF-DETR and LW-DETR: a fixed number of windows, maps of one stride from several blocks.
+
+LW-DETR: Chen et al. 2024, arXiv 2406.03459, section 3.1; RF-DETR: Robinson et al. 2025, arXiv 2511.09554.
+
+Shape legend: B images, C channels, h x w patches of the padded batch, N windows per side, V = N x N windows of an
+image, s patches of a window, T class and register tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor, nn
+
+from detr_bf.backbones.backbone import Network, VitOptions, select_levels
+from detr_bf.backbones.vit import PREFIX_TOKENS, attention_bias, interpolated_positions, side_of_patches, without_head
+from detr_bf.common.errors import InputError
+
+
+def build_windowed_vit(
+    vit: VisionTransformer, name: str, options: VitOptions, strides: Sequence[int], finer: bool
+) -> Network:
+    """Build a backbone with ``options.maps`` from a network of timm with square patches, whose head is removed.
+
+    Raises:
+        InputError: a map or block that is not there, another stride than the patch size, or ``finer`` maps.
+    """
+    patch, depth = side_of_patches(vit, name), len(vit.blocks)
+    maps, whole = list(options.maps), set(options.global_blocks)
+    select_levels({patch: 0}, strides, f"{name} with maps={maps}")
+    if finer:
+        raise InputError(f"maps={maps}: a mask head needs finer maps than these of stride {patch}; leave maps empty")
+    if options.window:
+        raise InputError(f"maps={maps}: give the number of windows per side, windows, instead of window")
+    if maps != sorted(set(maps)) or maps[-1] >= depth:
+        raise InputError(f"maps={maps}: expected blocks of {name}, 0 to {depth - 1}, in ascending order")
+    if unknown := sorted(block for block in whole if block >= depth):
+        raise InputError(f"global_blocks={sorted(whole)}: there is no block {unknown[0]}; {name} has 0 to {depth - 1}")
+    cfg: Any = vit.pretrained_cfg
+    return Network(
+        body=WindowedViT(vit, maps, windows=options.windows, whole=whole),
+        channels=(vit.embed_dim,) * len(maps),
+        strides=(patch,) * len(maps),
+        stages=("vit.patch_embed", *(f"vit.blocks.{index}" for index in range(depth))),
+        mean=tuple(cfg["mean"]),
+        std=tuple(cfg["std"]),
+        reads_padding=True,
+    )
+
+
+class WindowedViT(nn.Module):
+    """Blocks in windows, each with its own class and register tokens, and blocks over all tokens of an image.
+
+    A block over the whole image attends to the class and register tokens of all windows. Each map passes through the
+    last norm of the network. Positions are interpolated with antialiasing over each image without its padding, which
+    is masked in every attention; the released code stretches every image to a square without padding.
+
+    Args:
+        vit: network of timm; its head is removed. Blocks after the last map do not learn; they are kept because
+            checkpoints contain them.
+        maps: blocks, from 0, whose outputs are the maps.
+        windows: N; 1: all blocks see the whole image.
+        whole: blocks that attend to the whole image.
+    """
+
+    def __init__(self, vit: VisionTransformer, maps: Sequence[int], *, windows: int, whole: set[int]) -> None:
+        super().__init__()
+        self.vit = without_head(vit)
+        self.maps, self.windows, self.whole = tuple(maps), windows, frozenset(whole)
+        for block in list(vit.blocks)[maps[-1] + 1 :]:
+            block.requires_grad_(False)
+
+    def forward(self, images: Tensor, padding_mask: Tensor | None = None) -> list[Tensor]:
+        """Normalised images (B, 3, H, W), mask (B, H, W) bool, True = padding -> a map (B, C, h, w) for each block."""
+        vit, count = self.vit, self.windows
+        side = vit.patch_embed.patch_size[0]
+        bottom, right = (-length % (side * count) for length in images.shape[-2:])
+        if padding_mask is None:
+            padding_mask = images.new_zeros(images.shape[0], *images.shape[-2:], dtype=torch.bool)
+        images = F.pad(images, (0, right, 0, bottom))
+        padding = F.pad(padding_mask, (0, right, 0, bottom), value=True)[:, ::side, ::side]  # (B, h, w)
+        prefix, places = self._positions(padding)
+        patches = vit.patch_embed.norm(vit.patch_embed.proj(images).permute(0, 2, 3, 1)) + places
+        tokens = in_windows(vit.pos_drop(patches), count)  # (B V, s, C)
+        ahead = padding.new_zeros(1, prefix.shape[1]).expand(tokens.shape[0], -1)
+        seen = torch.cat([ahead, in_windows(padding[..., None], count)[..., 0]], dim=1)
+        tokens = vit.norm_pre(torch.cat([prefix.expand(tokens.shape[0], -1, -1), tokens], dim=1))
+        return self._blocks(tokens, seen, padding)
+
+    def _blocks(self, tokens: Tensor, padding: Tensor, grid: Tensor) -> list[Tensor]:
+        """Tokens (B V, T + s, C), their mask (B V, T + s) and that of the patches (B, h, w) -> maps (B, C, h, w)."""
+        windows = self.windows**2
+        bias = attention_bias(padding, tokens)
+        whole = attention_bias(padding.unflatten(0, (-1, windows)).flatten(1), tokens)
+        maps = []
+        for index, block in enumerate(list(self.vit.blocks)[: self.maps[-1] + 1]):
+            if index in self.whole:
+                joined = tokens.unflatten(0, (-1, windows)).flatten(1, 2)
+                tokens = block(joined, attn_mask=whole).view_as(tokens)
+            else:
+                tokens = block(tokens, attn_mask=bias)
+            if index in self.maps:
+                patches = self.vit.norm(tokens)[:, self.vit.num_prefix_tokens :]
+                as_map = from_windows(patches, self.windows, grid).masked_fill(grid[..., None], 0)
+                maps.append(as_map.permute(0, 3, 1, 2).contiguous())
+        return maps
+
+    def _positions(self, padding: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the class and register tokens (1, T, C), and the positions (B, h, w, C) of the patches.
+
+        Those of the prefix tokens come first in the table, as far as it has them.
+        """
+        vit = self.vit
+        known = [getattr(vit, name, None) for name in PREFIX_TOKENS]
+        none = vit.patch_embed.proj.weight.new_zeros(1, 0, vit.embed_dim)
+        prefix = torch.cat([none, *(token for token in known if token is not None)], dim=1)
+        if vit.pos_embed is None:
+            return prefix, prefix.new_zeros(1, 1, 1, 1)
+        count = vit.pos_embed.shape[1] - vit.patch_embed.num_patches
+        prefix = prefix + F.pad(vit.pos_embed[:, :count], (0, 0, 0, prefix.shape[1] - count))
+        table = vit.pos_embed[0, count:].unflatten(0, vit.patch_embed.grid_size)
+        return prefix, interpolated_positions(table, padding, antialias=True).to(table.dtype)
+
+
+def in_windows(grid: Tensor, count: int) -> Tensor:
+    """(B, h, w, C) -> the cells of each of ``count`` x ``count`` windows (B V, s, C), row by row."""
+    parts = grid.unflatten(2, (count, -1)).unflatten(1, (count, -1))  # (B, N, h / N, N, w / N, C)
+    return parts.transpose(2, 3).flatten(3, 4).flatten(0, 2)
+
+
+def from_windows(cells: Tensor, count: int, grid: Tensor) -> Tensor:
+    """Inverse of :func:`in_windows` for a grid (B, h, w)."""
+    parts = cells.unflatten(0, (-1, count, count)).unflatten(3, (grid.shape[1] // count, grid.shape[2] // count))
+    return parts.transpose(2, 3).flatten(3, 4).flatten(1, 2)
