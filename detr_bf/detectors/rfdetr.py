@@ -57,13 +57,11 @@ def rfdetr(backbone: nn.Module, channels: Sequence[int], options: Options, own: 
     """Build RF-DETR: a projector without encoder layers, and learned queries at the boxes of the best tokens.
 
     Raises:
-        InputError: encoder layers, pre-norm, or levels that are not known.
+        InputError: encoder layers, or levels that are not known.
     """
     dim, levels = options.hidden_dim, own.levels or ("P4",)
     if options.encoder_layers:
         raise InputError(f"encoder_layers={options.encoder_layers}: this detector has none; set encoder_layers=0")
-    if options.pre_norm:
-        raise InputError("pre_norm=true: the decoder layers of this detector have their norms behind; set it to false")
     layers = [
         decoder_layer(
             options,

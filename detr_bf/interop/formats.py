@@ -164,6 +164,14 @@ FORMATS = (
         "official RF-DETR",
         ignored=("mask_token", "_kp_active_mask"),
     ),
+    Format(
+        "hf_rfdetr",
+        huggingface.hf_rfdetr,
+        ("model.backbone.projector.projector_layer", "model.enc_out_bbox_embed.0", "model.query_feat"),
+        "Hugging Face RF-DETR",
+        wrapper=None,
+        ignored=("mask_token",),
+    ),
     *_hugging_face("detr", huggingface.hf_detr, (f"{_ATTENTION}.q_proj", "class_labels_classifier", "bbox_predictor")),
     *_hugging_face(
         "conditional_detr",

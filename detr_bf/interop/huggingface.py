@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import wraps
 
 from detr_bf.interop.official import (
+    BOTTLENECKS,
     NORMED_SEQUENCE,
     RTDETR_LEVELS,
     VD_BLOCKS,
@@ -18,7 +19,9 @@ from detr_bf.interop.official import (
     deformable_attention,
     deformable_heads,
     dfine_fusion,
+    dinov2,
     normed_convolution,
+    rfdetr_queries,
     rtdetr_fusion,
     rtdetr_queries,
 )
@@ -143,6 +146,30 @@ def hf_rtdetrv2(layout: Layout) -> Iterator[NameRule]:
         yield rename(f"{theirs}.encoder_attn.n_points_scale", f"{ours}.cross_attention.attention.scale")
         yield from _decoder_layer(theirs, ours)
     yield from _heads_of_layers(layout)
+
+
+def hf_rfdetr(layout: Layout) -> Iterator[NameRule]:
+    """RfDetrForObjectDetection, without the token of masked patches; its projector has one level."""
+    attention = [f"attention.{letter}_proj" for letter in "qkvo"]
+    yield from dinov2("model.backbone.backbone", attention)
+    theirs, ours = "model.backbone.projector", "tokens.projections.0"
+    yield rename(f"{theirs}.layer_norm", f"{ours}.norm")
+    convolutions = [("conv1", "block.enter"), ("conv2", "block.leave")]
+    for index in range(BOTTLENECKS):
+        convolutions += [(f"bottlenecks.{index}.conv{i + 1}", f"block.bottlenecks.{index}.{i}") for i in range(2)]
+    for name, place in convolutions:
+        names = (("conv", "0"), ("norm", "1"))
+        yield from normed_convolution(f"{theirs}.projector_layer.{name}", f"{ours}.{place}", names)
+    yield from rfdetr_queries("model", ("model.query_feat", "model.reference_point_embed"))
+    for theirs, ours in _layers("decoder", layout.decoder_layers):
+        yield from _attention(f"{theirs}.self_attn", f"{ours}.self_attention.attention")
+        yield from deformable_attention(f"{theirs}.cross_attn", f"{ours}.cross_attention.attention")
+        yield rename(f"{theirs}.self_attn_layer_norm", f"{ours}.self_residual.norm")
+        yield rename(f"{theirs}.cross_attn_layer_norm", f"{ours}.cross_residual.norm")
+        yield rename(f"{theirs}.mlp.fc1", f"{ours}.feed_forward.expand")
+        yield rename(f"{theirs}.mlp.fc2", f"{ours}.feed_forward.contract")
+        yield rename(f"{theirs}.layer_norm", f"{ours}.feed_forward_residual.norm")
+    yield rename("model.decoder.layernorm", "decoder.norm")
 
 
 def hf_dfine(layout: Layout) -> Iterator[NameRule]:

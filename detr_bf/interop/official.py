@@ -490,14 +490,8 @@ def _convolution(theirs: str, convolution: str, norm: str) -> Iterator[NameRule]
 
 def official_rfdetr(layout: Layout) -> Iterator[NameRule]:
     """roboflow/rf-detr, without the token of masked patches and the mask of keypoints, which are not used."""
-    vit, body = "backbone.0.encoder.encoder", f"{BODY}.vit"
-    yield rename(f"{vit}.embeddings.cls_token", f"{body}.cls_token")
-    yield rename(f"{vit}.embeddings.register_tokens", f"{body}.reg_token")
-    yield rename(f"{vit}.embeddings.position_embeddings", f"{body}.pos_embed")
-    yield rename(f"{vit}.embeddings.patch_embeddings.projection", f"{body}.patch_embed.proj")
-    yield rename(f"{vit}.layernorm", f"{body}.norm")
-    for block in range(VIT_BLOCKS):
-        yield from dinov2_block(f"{vit}.encoder.layer.{block}", f"{body}.blocks.{block}")
+    attention = [f"attention.attention.{name}" for name in ("query", "key", "value")]
+    yield from dinov2("backbone.0.encoder.encoder", (*attention, "attention.output.dense"))
     for level in range(RTDETR_LEVELS):
         theirs, ours = f"backbone.0.projector.stages.{level}", f"tokens.projections.{level}"
         yield rename(f"{theirs}.1", f"{ours}.norm")
@@ -510,12 +504,7 @@ def official_rfdetr(layout: Layout) -> Iterator[NameRule]:
             theirs, place = f"backbone.0.projector.stages_sampling.{level}.{number}.0", f"{ours}.resize.{number}"
             yield from normed_convolution(theirs, place, CONVX)
             yield rename(theirs, place)
-    for name, ours in (("query_feat", "content"), ("refpoint_embed", "change")):
-        yield rename(name, f"decoder.queries.{ours}")
-    names = {"enc_output": "project", "enc_output_norm": "norm", "enc_out_class_embed": "class_head"}
-    for group in range(MOST_GROUPS):
-        for name, ours in {**names, "enc_out_bbox_embed": "box_head"}.items():
-            yield rename(f"transformer.{name}.{group}", f"decoder.queries.parts.{group}.{ours}")
+    yield from rfdetr_queries("transformer", ("query_feat", "refpoint_embed"))
     for layer in range(layout.decoder_layers):
         theirs, ours = f"transformer.decoder.layers.{layer}", f"decoder.layers.{layer}"
         yield from _packed(f"{theirs}.self_attn", f"{ours}.self_attention.attention")
@@ -524,17 +513,39 @@ def official_rfdetr(layout: Layout) -> Iterator[NameRule]:
         yield rename(f"{theirs}.norm1", f"{ours}.self_residual.norm")
         yield rename(f"{theirs}.norm2", f"{ours}.cross_residual.norm")
     yield rename("transformer.decoder.norm", "decoder.norm")
-    yield rename("transformer.decoder.ref_point_head", "decoder.update_queries.point")
+
+
+def rfdetr_queries(model: str, learned: tuple[str, str]) -> Iterator[NameRule]:
+    """Queries and heads of RF-DETR; ``learned``: names of the contents and of the changes of the boxes."""
+    for name, ours in zip(learned, ("content", "change"), strict=True):
+        yield rename(name, f"decoder.queries.{ours}")
+    parts = {"output": "project", "output_norm": "norm", "out_class_embed": "class_head", "out_bbox_embed": "box_head"}
+    for group in range(MOST_GROUPS):
+        for name, ours in parts.items():
+            yield rename(f"{model}.enc_{name}.{group}", f"decoder.queries.parts.{group}.{ours}")
+    yield rename(f"{model}.decoder.ref_point_head", "decoder.update_queries.point")
     yield rename("class_embed", "decoder.heads.classes.0")
     yield rename("bbox_embed", "decoder.heads.boxes.0", older=["transformer.decoder.bbox_embed"])
 
 
-def dinov2_block(theirs: str, ours: str) -> Iterator[NameRule]:
-    """Block of transformers' DINOv2; timm's has one matrix for query, key and value."""
-    parts = tuple(f"{theirs}.attention.attention.{name}" for name in ("query", "key", "value"))
-    yield NameRule(parts, (f"{ours}.attn.qkv",), joined=True)
-    names = {"attention.output.dense": "attn.proj", "mlp.fc1": "mlp.fc1", "mlp.fc2": "mlp.fc2"}
+def dinov2(vit: str, attention: Sequence[str]) -> Iterator[NameRule]:
+    """DINOv2 of transformers as a network of timm, which has one matrix for query, key and value.
+
+    Args:
+        attention: names in a block of query, key, value and output.
+    """
+    body = f"{BODY}.vit"
+    yield rename(f"{vit}.embeddings.cls_token", f"{body}.cls_token")
+    yield rename(f"{vit}.embeddings.register_tokens", f"{body}.reg_token")
+    yield rename(f"{vit}.embeddings.position_embeddings", f"{body}.pos_embed")
+    yield rename(f"{vit}.embeddings.patch_embeddings.projection", f"{body}.patch_embed.proj")
+    yield rename(f"{vit}.layernorm", f"{body}.norm")
+    *parts, output = attention
+    names = {output: "attn.proj", "mlp.fc1": "mlp.fc1", "mlp.fc2": "mlp.fc2"}
     for number in (1, 2):
         names |= {f"norm{number}": f"norm{number}", f"layer_scale{number}.lambda1": f"ls{number}.gamma"}
-    for name, place in names.items():
-        yield rename(f"{theirs}.{name}", f"{ours}.{place}")
+    for block in range(VIT_BLOCKS):
+        theirs, ours = f"{vit}.encoder.layer.{block}", f"{body}.blocks.{block}"
+        yield NameRule(tuple(f"{theirs}.{part}" for part in parts), (f"{ours}.attn.qkv",), joined=True)
+        for name, place in names.items():
+            yield rename(f"{theirs}.{name}", f"{ours}.{place}")

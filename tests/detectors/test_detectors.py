@@ -89,7 +89,8 @@ def test_gradient_reaches_every_parameter(name: str) -> None:
     predicted = [outputs, *(of_group for _, of_group in outputs.groups)]
     loss = torch.stack([each.logits.square().mean() + each.boxes.square().mean() for each in predicted]).sum()
     if outputs.proposals is not None:
-        loss = loss + outputs.proposals.logits.square().mean() + outputs.proposals.boxes[..., :2].square().mean()
+        for each in (outputs.proposals, *(of_group for _, of_group in outputs.proposals.groups)):
+            loss = loss + each.logits.square().mean() + each.boxes[..., :2].square().mean()
     loss.backward()
     for key, parameter in module.named_parameters():
         assert parameter.grad is not None, key
@@ -144,7 +145,7 @@ def test_pre_norm(name: str, pre_norm: bool) -> None:
     """Pre-norm layers do not normalise their sum, so a norm follows the last layer."""
     module = model(name, pre_norm=pre_norm)
     (loop,) = (part for part in module.encoder.modules() if isinstance(part, Encoder))
-    assert isinstance(loop.norm, nn.LayerNorm if pre_norm else nn.Identity)
+    assert isinstance(loop.norm, nn.LayerNorm if pre_norm and loop.layers else nn.Identity)
     assert isinstance(module.decoder.norm, nn.LayerNorm) or not pre_norm
     assert module.decoder.layers[0].self_residual.pre_norm == pre_norm
     assert module.eval()(images()).boxes.isfinite().all()

@@ -16,6 +16,7 @@ from detr_bf.losses import Focal, HungarianMatcher, LossReport, SetCriterion
 from tests.detectors.tiny import DETECTORS, QUERIES, images, model, shaken
 
 GROUPS = 3
+EMPTY = {"boxes": torch.zeros(0, 4), "labels": torch.zeros(0, dtype=torch.int64)}
 LEARNED = [
     name
     for name in DETECTORS
@@ -35,6 +36,8 @@ def test_group_detr_trains_every_group_as_the_first_one(name: str) -> None:
     for embedding in grouped.decoder.queries.modules():
         if isinstance(embedding, nn.Embedding) and embedding.num_embeddings == GROUPS * QUERIES:
             embedding.weight.data.copy_(embedding.weight[:QUERIES].repeat(GROUPS, 1))
+    for heads in getattr(grouped.decoder.queries, "parts", ()):  # of RF-DETR, which choose the tokens of a group
+        heads.load_state_dict(grouped.decoder.queries.parts[0].state_dict())
     outputs = grouped(images())
     group, others = outputs.groups[0]
     assert (group.size, group.parts) == ((GROUPS - 1) * QUERIES, GROUPS - 1)
@@ -48,7 +51,8 @@ def test_group_detr_trains_every_group_as_the_first_one(name: str) -> None:
 
 @pytest.mark.parametrize("name", LEARNED)
 def test_evaluation_uses_the_first_group(name: str) -> None:
-    grouped = shaken(model(name, groups=query_groups(QUERIES, group_detr=GROUPS, one_to_many=2))).eval()
+    others = 0 if name == "rfdetr" else 2
+    grouped = shaken(model(name, groups=query_groups(QUERIES, group_detr=GROUPS, one_to_many=others))).eval()
     outputs = grouped(images())
     assert outputs.logits.shape[2] == QUERIES
     assert outputs.groups == ()
@@ -58,7 +62,7 @@ def test_evaluation_uses_the_first_group(name: str) -> None:
     assert torch.equal(plain.eval()(images()).logits, outputs.logits)
 
 
-@pytest.mark.parametrize("name", [*LEARNED, "h_deformable_detr"])
+@pytest.mark.parametrize("name", [*(name for name in LEARNED if name != "rfdetr"), "h_deformable_detr"])
 def test_further_queries_do_not_change_the_main_ones(name: str) -> None:
     count = QUERIES - 1
     module = shaken(model(name, groups=query_groups(QUERIES, one_to_many=count, repeats=2), dropout=0.0)).train()
@@ -70,6 +74,24 @@ def test_further_queries_do_not_change_the_main_ones(name: str) -> None:
     torch.testing.assert_close(after.logits, before.logits, rtol=1e-5, atol=1e-6)
     changed = (before.groups[0][1].logits, after.groups[0][1].logits)
     assert not torch.allclose(*changed)
+
+
+def test_rfdetr_has_groups_of_equal_size_alone() -> None:
+    with pytest.raises(InputError, match=r"groups of equal size only; use groups\.group_detr"):
+        model("rfdetr", groups=query_groups(QUERIES, one_to_many=2))
+
+
+def test_the_mean_of_groups() -> None:
+    """Divide each loss by the number of groups, also of a batch without objects, where a sum is divided by 1."""
+    outputs = shaken(model("rfdetr", dropout=0.0)).train()(images())
+    classification, groups = Focal(), 1 + sum(group.parts for group, _ in outputs.groups)
+    for targets, factor in ((images().targets, groups), ([replace(x, **EMPTY) for x in images().targets], 1)):
+        sums, means = (
+            SetCriterion(classification, HungarianMatcher(classification), mean_of_groups=mean)(outputs, targets)
+            for mean in (False, True)
+        )
+        assert {"loss_ce_enc", "loss_ce_group_enc", "loss_giou_group_0"} <= sums.losses.keys() == means.losses.keys()
+        torch.testing.assert_close(means.total * factor, sums.total)
 
 
 def test_each_object_is_matched_with_several_queries() -> None:

@@ -21,6 +21,7 @@ from detr_bf.detectors.dfine import dfine
 from detr_bf.detectors.dino import dino
 from detr_bf.detectors.dn_detr import dn_detr
 from detr_bf.detectors.groups import query_groups
+from detr_bf.detectors.rfdetr import rfdetr
 from detr_bf.detectors.rtdetr import rtdetr, rtdetrv2
 from detr_bf.detectors.smca import smca
 from detr_bf.detectors.smca_multi_scale import smca_multi_scale
@@ -88,6 +89,12 @@ DETECTORS = {
         2, partial(deformable_detr, box_refine=True, two_stage=True), (*REFINE, "model.deformable.two_stage=true")
     ),
     "dfine": Kind(3, partial(dfine, points=[3, 2, 1]), (*FOCAL, "model.dfine.points=[3,2,1]")),
+    "rfdetr": Kind(
+        1,
+        partial(rfdetr, cross_heads=8),
+        (*FOCAL, "model.encoder_layers=0", "model.rfdetr.cross_heads=8", "model.groups.group_detr=2"),
+        query_groups(QUERIES, group_detr=2),
+    ),
     "rtdetr": Kind(3, rtdetr, FOCAL),
     "rtdetrv2": Kind(3, partial(rtdetrv2, points=[3, 2, 1]), (*FOCAL, "model.rtdetr.points=[3,2,1]")),
 }
@@ -104,7 +111,7 @@ def settings_of(name: str, stride: int = 32) -> tuple[str, ...]:
 # Detectors with predictions of the encoder.
 TWO_STAGE = (
     *("deformable_detr_two_stage", "dino", "dino_shared_heads", "h_deformable_detr"),
-    *("rtdetr", "rtdetrv2", "dfine"),
+    *("rfdetr", "rtdetr", "rtdetrv2", "dfine"),
 )
 # Detectors whose output does not depend on padded cells: group norm and convolutions read padding.
 BLIND_TO_PADDING = ("detr", "conditional_detr", "dab_detr", "dab_detr_patterns", "dn_detr", "group_detr", "smca")
@@ -132,7 +139,7 @@ def model(name: str = "detr", **changes: object) -> Detector:
         "num_logits": LOGITS,
         "hidden_dim": DIM,
         "heads": 2,
-        "encoder_layers": LAYERS,
+        "encoder_layers": 0 if name == "rfdetr" else LAYERS,
         "decoder_layers": LAYERS,
         "feedforward_dim": 12,
         "num_queries": QUERIES,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 
 from detr_bf.assembly import build_model
 from detr_bf.assembly.model import build_classification
+from detr_bf.assembly.training import build_groups
 from detr_bf.inference.loading import published_config, recipe_config, without_counters
 from detr_bf.interop.classes import coco_classes, renumbered_to
 from detr_bf.interop.published import published
@@ -41,6 +43,9 @@ KEYS = {  # lists of the names and shapes in the authors' models
     "dino_r50_5scale": "dino_resnet50_5scale",
     "dn_detr_r50": "dn_dab_detr_resnet50",
     "h_deformable_detr_r50_12ep": "h_deformable_detr_resnet50_12eps",
+    "rfdetr_base": "rf_detr_base",
+    "rfdetr_nano": "rf_detr_nano",
+    "rfdetr_small": "rf_detr_small",
     "rtdetr_r101": "rtdetr_r101vd_6x_coco",
     "rtdetr_r18": "rtdetr_r18vd_6x_coco",
     "rtdetr_r34": "rtdetr_r34vd_6x_coco",
@@ -132,3 +137,50 @@ def test_losses_are_those_of_the_authors(name: str, golden: Sequence[Path]) -> N
     costs = theirs["matcher"]["weight_dict"]
     found = (loss.matcher.class_cost, loss.matcher.bbox_cost, loss.matcher.giou_cost)
     assert found == (costs["cost_class"], costs["cost_bbox"], costs["cost_giou"])
+
+
+def test_rates_of_rfdetr(golden: Sequence[Path]) -> None:
+    """Compare rate and weight decay of all parameters but those of the recipe's two differences."""
+    theirs, config = key_list("rfdetr_nano", golden), recipe_config("rfdetr_nano")
+    names = [name for name in theirs["state_dict"] if name != "_kp_active_mask"]
+    default = theirs["optimizer"]["defaults"]["weight_decay"]
+    expected: dict[str, tuple[float, float]] = {}
+    for group in theirs["optimizer"]["groups"]:
+        for first, last in group["parameters"]:
+            rate = group["lr"], group.get("weight_decay", default)
+            expected |= dict.fromkeys(names[first : last + 1], rate)
+    with torch.device("meta"):
+        model = build_model(config, 90, pretrained=False)
+        own = {
+            id(x): (group["lr"], group["weight_decay"])
+            for group in build_groups(config, model)
+            for x in group["params"]
+        }
+    blocks = 0
+    for name, parameter in model.backbone.body.named_parameters():
+        block = re.fullmatch(r"vit\.blocks\.(\d+)\.(norm1|mlp\.fc1|attn\.proj)\.(weight|bias)", name)
+        if block:
+            part = {"norm1": "norm1", "mlp.fc1": "mlp.fc1", "attn.proj": "attention.output.dense"}[block[2]]
+            given = expected[f"backbone.0.encoder.encoder.encoder.layer.{block[1]}.{part}.{block[3]}"]
+            assert own[id(parameter)] == pytest.approx(given), name
+            blocks += 1
+    assert blocks == 12 * 6
+    embeddings = {"cls_token": "cls_token", "pos_embed": "position_embeddings"}
+    for ours, their in embeddings.items():
+        given = expected[f"backbone.0.encoder.encoder.embeddings.{their}"]
+        assert own[id(model.backbone.body.vit.get_parameter(ours))] == pytest.approx(given)
+    assert own[id(model.decoder.heads.classes[0].weight)] == pytest.approx(expected["class_embed.weight"])
+    training = theirs["training"]
+    assert (config.train.epochs, config.train.ema.decay, config.train.ema.warmup_steps, config.optimizer.clip_norm) == (
+        training["epochs"],
+        training["ema_decay"],
+        training["ema_tau"],
+        training["clip_max_norm"],
+    )
+    loss = theirs["criterion"]
+    assert (config.model.groups.group_detr, config.loss.mean_of_groups, config.loss.focal_alpha) == (
+        loss["group_detr"],
+        not loss["sum_group_losses"],
+        loss["focal_alpha"],
+    )
+    assert config.eval.max_detections == theirs["postprocessor"]["num_select"]
