@@ -216,7 +216,10 @@ def cubic_weights(lengths: Tensor, count: int, side: int) -> Tensor:
 
 
 def smooth_cubic_weights(lengths: Tensor, count: int, side: int) -> Tensor:
-    """As :func:`cubic_weights`, with a kernel that is as wide as the step between two places if that is over a cell."""
+    """Weights (B, count, side) with antialiasing, see :func:`cubic_weights`.
+
+    The kernel is as many times wider as two places are cells apart, if these are more than one.
+    """
     step = side / lengths.clamp(min=1)[:, None]
     places = (torch.arange(count, device=lengths.device) + 0.5) * step
     cells = torch.arange(side, device=lengths.device) + 0.5

@@ -19,9 +19,13 @@ from detr_bf.common.structures import FeatureMap, resize_mask
 from detr_bf.detectors.hybrid_encoder import CheckedNorm
 from detr_bf.transformer import FeatureTokens
 
-LEVELS = {"P3": 0.5, "P4": 1.0, "P5": 2.0}  # stride in cells of the maps, which have stride 16 (the P4 of pyramids)
+PROJECTED_LEVELS = {
+    "P3": 0.5,
+    "P4": 1.0,
+    "P5": 2.0,
+}  # stride in cells of the maps, which have stride 16 (the P4 of pyramids)
 BOTTLENECKS = 3
-EPS = 1e-6  # of the layer norms
+NORM_EPS = 1e-6  # of the layer norms
 Norm = Callable[[int], nn.Module]
 
 
@@ -31,7 +35,7 @@ class ProjectedLevels(FeatureTokens):
     Args:
         channels: of the maps, which have one size.
         dim: D.
-        levels: names in ``LEVELS``, from fine to coarse.
+        levels: names in ``PROJECTED_LEVELS``, from fine to coarse.
         layer_norm: layer norms over the channels after the convolutions, instead of batch norms.
 
     Raises:
@@ -39,10 +43,10 @@ class ProjectedLevels(FeatureTokens):
     """
 
     def __init__(self, channels: Sequence[int], dim: int, levels: Sequence[str], *, layer_norm: bool = True) -> None:
-        if not levels or list(levels) != [level for level in LEVELS if level in levels]:
-            raise InputError(f"levels={list(levels)}: expected some of {', '.join(LEVELS)} in this order")
-        norm: Norm = partial(LayerNorm2d, eps=EPS) if layer_norm else CheckedNorm
-        super().__init__([LevelProjection(channels, dim, LEVELS[level], norm) for level in levels], None)
+        if not levels or list(levels) != [level for level in PROJECTED_LEVELS if level in levels]:
+            raise InputError(f"levels={list(levels)}: expected some of {', '.join(PROJECTED_LEVELS)} in this order")
+        norm: Norm = partial(LayerNorm2d, eps=NORM_EPS) if layer_norm else CheckedNorm
+        super().__init__([LevelProjection(channels, dim, PROJECTED_LEVELS[level], norm) for level in levels], None)
 
     def _levels(self, features: Sequence[FeatureMap], padding_mask: Tensor) -> Iterator[FeatureMap]:
         """Yield the levels from the maps, which have one size."""
@@ -60,7 +64,7 @@ class LevelProjection(nn.Module):
         self.resize = nn.ModuleList(_resized(count, scale, norm) for count in channels)
         widths = [count // 2 if scale < 1 else count for count in channels]
         self.block = BottleneckBlock(sum(widths), dim, norm)
-        self.norm = LayerNorm2d(dim, eps=EPS)
+        self.norm = LayerNorm2d(dim, eps=NORM_EPS)
 
     def forward(self, maps: Sequence[Tensor]) -> Tensor:
         """Maps (B, C, h, w) -> (B, D, h', w')."""

@@ -77,7 +77,7 @@ def rfdetr(backbone: nn.Module, channels: Sequence[int], options: Options, own: 
     return Detector(
         backbone,
         tokens=ProjectedLevels(channels, dim, levels, layer_norm=own.layer_norm),
-        encoder=BatchAttention([], batch_former=options.batch_former),
+        encoder=EncoderWithoutLayers([], batch_former=options.batch_former),
         decoder=Decoder(
             layers,
             queries=GroupedQueries(options, heads),
@@ -95,7 +95,7 @@ def rfdetr(backbone: nn.Module, channels: Sequence[int], options: Options, own: 
     )
 
 
-class BatchAttention(Encoder):
+class EncoderWithoutLayers(Encoder):
     """Encoder without layers: the tokens themselves, after batch attention if enabled."""
 
     def forward(self, batch: TokenBatch) -> TokenBatch:

@@ -107,7 +107,7 @@ def layer_depths(model: nn.Module) -> dict[int, int]:
     last, first = len(decoder_layers) + 1, len(decoder_layers) + max(len(encoder_layers), 1)
     depths = {}
     for name, parameter in model.named_parameters():
-        if re.match(r"mask_head\.|decoder\.(heads|norm|queries\.(class|box)_head)\.", name):
+        if re.match(r"mask_head\.|decoder\.(heads|norm|queries\.(parts\.\d+\.)?(class|box)_head)\.", name):
             depths[id(parameter)] = 0
         else:
             depths[id(parameter)] = {"decoder": len(decoder_layers), "encoder": last}.get(name.split(".")[0], first)

@@ -39,7 +39,7 @@ _STUFF_NAMES = (  # of COCO's panoptic_coco_categories.json
 )
 COCO_IDS = (THING_IDS, (*THING_IDS, *STUFF_IDS))  # contiguous classes in order: boxes, panoptic maps
 NEVER = -100.0  # bias of unused ids
-_HEAD = re.compile(r"decoder\.(?:heads\.classes\.\d+|queries\.class_head)\.(?:weight|bias)")
+_HEAD = re.compile(r"decoder\.(?:heads\.classes\.\d+|queries\.(?:parts\.\d+\.)?class_head)\.(?:weight|bias)")
 _PROPOSALS = "decoder.queries.class_head."
 _ONE_CLASS = "decoder.queries.embed.weight"  # only in proposals of which class 0 means any object
 _LABELS = "decoder.queries.labels.weight"  # a row for each class, with rows of no object, and a last row for no label

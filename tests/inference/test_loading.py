@@ -37,7 +37,13 @@ def test_every_recipe_builds(path: Path) -> None:
     narrow = ["model.hidden_dim=32", "model.heads=8", "model.feedforward_dim=16", "model.num_queries=6"]
     if config.model.groups.one_to_many.queries:
         narrow.append("model.groups.one_to_many.queries=12")
-    model = detr_bf.create_model(path.stem, num_classes=3, overrides=[*narrow, "model.backbone.name=resnet18"])
+    if config.model.backbone.vit.maps:
+        patch, *_ = config.model.backbone.strides
+        options = f"patch_size: {patch}, embed_dim: 16, num_heads: 2, img_size: {2 * patch}"
+        narrow.append(f"model.backbone.vit.options={{{options}}}")
+    else:
+        narrow.append("model.backbone.name=resnet18")
+    model = detr_bf.create_model(path.stem, num_classes=3, overrides=narrow)
     batch = Batch(torch.randint(256, (2, 3, 64, 96), dtype=torch.uint8), torch.zeros(2, 64, 96, dtype=torch.bool))
     outputs = model.train()(batch)
     forked = config.batch_former.enabled and config.batch_former.mode != "single_stream"
