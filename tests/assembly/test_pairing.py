@@ -124,6 +124,8 @@ def test_every_detector_starts_alike_with_and_without(name: str) -> None:
     settings.append("loss.classification=focal")  # every detector has it
     if name == "smca_multi_scale":
         settings.append("model.backbone.strides=[8,16,32]")
+    if name == "rfdetr":
+        settings.append("model.encoder_layers=0")
     states = []
     queries = ["batch_former.at=queries", "batch_former.layers=[1]"]
     for changes in (["batch_former.enabled=false"], ["batch_former.enabled=true"], queries):

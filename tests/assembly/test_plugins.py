@@ -27,8 +27,8 @@ from detr_bf.planning import trace
 from detr_bf.plugins import ContextBroadcasting, PluginCriterion, RelativeLocalizationLoss
 from tests.detectors.tiny import (
     BLIND_TO_PADDING,
-    DETECTORS,
     TWO_STAGE,
+    WITH_ENCODER,
     batch_former,
     images,
     model,
@@ -52,8 +52,8 @@ SMALL = (
 CONTEXT = "plugins.context_broadcasting."
 LOCAL = "plugins.relative_localization."
 BOTH = (f"{CONTEXT}enabled=true", f"{CONTEXT}scaled=true", f"{LOCAL}enabled=true", f"{LOCAL}weight=0.5")
-OF_DETECTORS = {name: settings_of(name) for name in DETECTORS}
-every_detector = pytest.mark.parametrize("name", DETECTORS)
+OF_DETECTORS = {name: settings_of(name) for name in WITH_ENCODER}
+every_detector = pytest.mark.parametrize("name", WITH_ENCODER)
 
 
 def config(*settings: str) -> DetectionConfig:
@@ -222,7 +222,7 @@ def _fresh_compiler() -> Iterator[None]:
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "name", ["detr", *(pytest.param(name, marks=pytest.mark.slow) for name in DETECTORS if name != "detr")]
+    "name", ["detr", *(pytest.param(name, marks=pytest.mark.slow) for name in WITH_ENCODER if name != "detr")]
 )
 @pytest.mark.usefixtures("_fresh_compiler")
 def test_compiled_layers_give_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -108,6 +108,7 @@ def settings_of(name: str, stride: int = 32) -> tuple[str, ...]:
     return (f"model.name={name}", f"model.backbone.strides={strides}", *own)
 
 
+WITH_ENCODER = [name for name in DETECTORS if name != "rfdetr"]  # detectors with encoder layers
 # Detectors with predictions of the encoder.
 TWO_STAGE = (
     *("deformable_detr_two_stage", "dino", "dino_shared_heads", "h_deformable_detr"),
@@ -139,14 +140,17 @@ def model(name: str = "detr", **changes: object) -> Detector:
         "num_logits": LOGITS,
         "hidden_dim": DIM,
         "heads": 2,
-        "encoder_layers": 0 if name == "rfdetr" else LAYERS,
+        "encoder_layers": LAYERS,
         "decoder_layers": LAYERS,
         "feedforward_dim": 12,
         "num_queries": QUERIES,
         "groups": DETECTORS[name].groups,
     }
+    settings |= changes
+    if name not in WITH_ENCODER:
+        settings["encoder_layers"] = 0
     levels = DETECTORS[name].maps
-    return DETECTORS[name].make(Averages(levels), [CHANNELS] * levels, Options(**(settings | changes)))
+    return DETECTORS[name].make(Averages(levels), [CHANNELS] * levels, Options(**settings))
 
 
 def shaken(module: Detector, std: float = 0.3) -> Detector:

@@ -330,7 +330,7 @@ def rates(model: nn.Module, decay: float, **changes: Any) -> dict[str, float]:
     return dict(found)
 
 
-@pytest.mark.parametrize("name", tiny_detectors.DETECTORS)
+@pytest.mark.parametrize("name", tiny_detectors.WITH_ENCODER)
 @pytest.mark.parametrize("vectors", [True, False])
 def test_layer_decay_lowers_the_rate_from_the_output_to_the_input(name: str, vectors: bool) -> None:
     """The factor is that of one forward pass: each layer before another one has a smaller rate, by the same factor."""
@@ -375,6 +375,25 @@ def test_layer_decay_of_the_stages_of_a_backbone(backbone: str, parts: tuple[str
         names = {name for name in found if name.startswith(f"backbone.body.{part}.")}
         assert names
         assert {found[name] for name in names} == {first * 0.5**before}, part
+
+
+@pytest.mark.parametrize("name", ["detr", "rfdetr"])
+def test_layer_decay_of_the_backbone_alone(name: str) -> None:
+    """The rate falls from its last stage on; that of all else stays, and together with layer_decay both apply."""
+    model = tiny_detectors.model(name)
+    settings: dict[str, Any] = {"weights": "none", "dilation": False, "frozen_stages": 0, "frozen_norm": False}
+    model.backbone = build_backbone("resnet18", strides=[32], **settings)
+    found, both, one = (
+        rates(model, 1.0, backbone_layer_decay=0.5),
+        rates(model, 0.8, backbone_layer_decay=0.5),
+        rates(model, 0.8),
+    )
+    assert {rate for key, rate in found.items() if not key.startswith("backbone.")} == {1.0}
+    for before, part in enumerate(("layer4", "layer3", "layer2", "layer1", "conv1"), start=1):
+        names = [key for key in found if key.startswith(f"backbone.body.{part}.")]
+        assert {found[key] for key in names} == {0.1 * 0.5**before}, part
+        assert [both[key] for key in names] == pytest.approx([one[key] * 0.5**before for key in names])
+    assert {both[key] / rate for key, rate in one.items() if not key.startswith("backbone.")} == {1.0}
 
 
 def test_no_layer_decay_leaves_groups_as_they_are() -> None:

@@ -41,7 +41,8 @@ def detector(name: str, *, masks: bool) -> Detector:
     settings: dict[str, object] = {"dropout": 0.0, "batch_former": batch_former(dropout=0.5)}
     finer = DETECTORS[name][0] + 1
     if name in TWO_STAGE:  # all tokens, so that rounding cannot change the selection
-        settings |= {"num_queries": 9 if masks else 126, "groups": ()}
+        with_masks, without = (6, 96) if name == "rfdetr" else (9, 126)  # one level, or three
+        settings |= {"num_queries": with_masks if masks else without, "groups": ()}
     if masks:
         settings["mask_head"] = MaskHead(DIM, heads=2, finer_channels=[CHANNELS] * finer, see_boxes=name != "detr")
     module = model(name, **settings)
