@@ -119,7 +119,8 @@ def _settings(config: DetectionConfig) -> Iterator[str]:
     """Yield nested lines of the settings that have a comment, then of the others that differ from the defaults."""
     values, defaults = (flatten_settings(config_to_dict(each)) for each in (config, DetectionConfig()))
     tree: dict[str, Any] = {}
-    for key in (*_COMMENTS, *(key for key in values if values[key] != defaults[key] and key not in _COMMENTS)):
+    changed = [key for key in values if key not in defaults or values[key] != defaults[key]]  # options have own keys
+    for key in (*_COMMENTS, *(key for key in changed if key not in _COMMENTS)):
         *groups, name = key.split(".")
         inner = tree
         for group in groups:

@@ -56,7 +56,7 @@ def test_the_config_trains_as_written(photos: Path, tmp_path: Path, capsys: pyte
     assert "chosen for 12 steps: optimizer.warmup_steps=1 train.ema.decay=0.5\n" in (run / "log.txt").read_text()
 
 
-@pytest.mark.parametrize("model", ["deformable_detr_r50_refine", "rtdetr_r50", "detr_r50_bfv2"])
+@pytest.mark.parametrize("model", ["deformable_detr_r50_refine", "rtdetr_r50", "detr_r50_bfv2", "rfdetr_nano"])
 def test_the_settings_are_those_of_fine_tuning(model: str, photos: Path, tmp_path: Path) -> None:
     assert main(["new", str(photos), "--model", model, "--output", "configs/mine.yaml"]) == 0
     root = json.dumps(str(photos)).replace("${", "\\\\${")
