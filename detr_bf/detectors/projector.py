@@ -19,11 +19,8 @@ from detr_bf.common.structures import FeatureMap, resize_mask
 from detr_bf.detectors.hybrid_encoder import CheckedNorm
 from detr_bf.transformer import FeatureTokens
 
-PROJECTED_LEVELS = {
-    "P3": 0.5,
-    "P4": 1.0,
-    "P5": 2.0,
-}  # stride in cells of the maps, which have stride 16 (the P4 of pyramids)
+# Strides in cells of the maps; with patches of 16 pixels these have the stride of the level P4 of a pyramid.
+PROJECTED_LEVELS = {"P3": 0.5, "P4": 1.0, "P5": 2.0}
 BOTTLENECKS = 3
 NORM_EPS = 1e-6  # of the layer norms
 Norm = Callable[[int], nn.Module]

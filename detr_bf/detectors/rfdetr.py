@@ -1,4 +1,4 @@
-"""RF-DETR (Robinson et al. 2025, arXiv 2511.09554), the form of LW-DETR (Chen et al. 2024, arXiv 2406.03459) of 2025.
+"""RF-DETR (Robinson et al. 2025, arXiv 2511.09554), which continues LW-DETR (Chen et al. 2024, arXiv 2406.03459).
 
 Shape legend: R rows (streams x images), Q queries of a group, G groups, S tokens of all levels, K class logits,
 C channels.
@@ -32,7 +32,7 @@ from detr_bf.transformer.blocks import full_precision
 
 @dataclass(frozen=True)
 class RfdetrOptions:
-    """Options of RF-DETR beside the shared ones; the defaults are those of its sizes nano to large of 2025.
+    """Options of RF-DETR beside the shared ones; the defaults are those of its sizes Nano to Large.
 
     Args:
         levels: of the tokens, see :class:`~detr_bf.detectors.projector.ProjectedLevels`.
@@ -57,11 +57,16 @@ def rfdetr(backbone: nn.Module, channels: Sequence[int], options: Options, own: 
     """Build RF-DETR: a projector without encoder layers, and learned queries at the boxes of the best tokens.
 
     Raises:
-        InputError: encoder layers, or levels that are not known.
+        InputError: encoder layers, maps of several strides, or levels that are not known.
     """
     dim, levels = options.hidden_dim, own.levels or ("P4",)
     if options.encoder_layers:
         raise InputError(f"encoder_layers={options.encoder_layers}: this detector has none; set encoder_layers=0")
+    if len(set(options.strides or ())) > 1:
+        raise InputError(
+            f"strides: this detector has maps of one stride, got {list(options.strides or ())}; give one stride, and "
+            "levels=[P3,P4,P5] for tokens of several"
+        )
     layers = [
         decoder_layer(
             options,

@@ -130,7 +130,8 @@ def write_transformers_folder(
     """
     library, name = transformers_library(), config["model"]["name"]
     if name not in _NAMES:
-        raise InputError(f"transformers has no {name}: it has {', '.join(_NAMES)}")
+        more = "; detr-bf convert --to hf_rfdetr writes its weights" if name == "rfdetr" else ""
+        raise InputError(f"{name} cannot be written as a folder of transformers, only {listed(_NAMES, 10)}{more}")
     mode = config["batch_former"]["mode"]
     if config["batch_former"]["enabled"] and mode in EVALUATED_MODES:
         raise InputError(f"batch_former.mode={mode} uses batch attention in evaluation; transformers does not")

@@ -172,7 +172,12 @@ def test_preprocessing_is_that_of_our_evaluation(saved: Callable[..., Path], tmp
 @pytest.mark.parametrize(
     ("recipe", "more", "message"),
     [
-        ("smca_r50", ["model.backbone.name=resnet18"], "transformers has no smca"),
+        ("smca_r50", ["model.backbone.name=resnet18"], "smca cannot be written as a folder of transformers"),
+        (
+            "rfdetr_nano",
+            ["model.encoder_layers=0", "model.rfdetr.cross_heads=2"],
+            "only detr, .*; detr-bf convert --to hf_rfdetr writes",
+        ),
         ("dfine_n", ["model.dfine.selection=pairs"], "has no D-FINE with model.dfine.selection=pairs"),
         ("dfine_n", ["model.dfine.head_activation=silu"], "has no D-FINE with model.dfine.head_activation=silu"),
         ("dfine_n", ["model.dfine.eval_layer=0"], "has no D-FINE with model.dfine.eval_layer=0"),
