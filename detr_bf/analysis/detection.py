@@ -64,6 +64,8 @@ def feature_maps_of(
     batch_former = encoder.batch_former
     first = 0 if batch_former is None else batch_former.insertions[0] + (batch_former.position == "after")
     number = min(first, len(encoder.layers) - 1) if layer is None else layer
+    if not encoder.layers:
+        raise InputError("feature maps are those of the encoder, and this detector has no encoder layers")
     if not 0 <= number < len(encoder.layers):
         raise InputError(f"--layer {number}: the encoder has the layers 0 to {len(encoder.layers) - 1}")
     kept: list[tuple[Tensor, TokenBatch]] = []

@@ -75,7 +75,7 @@ def build_detector(config: DetectionConfig, num_classes: int, body: Backbone) ->
     if not detector.no_object and config.loss.classification == "cross_entropy":
         raise InputError(
             f"model.name={model.name} needs class scores without no-object, which loss.classification=cross_entropy "
-            "adds: set loss.classification=focal (or varifocal, mal)"
+            "adds: set loss.classification=focal (or varifocal, mal, ia_bce)"
         )
     classification, former = build_classification(config), build_batch_former(config)
     levels = len(model.backbone.vit.maps) or len(model.backbone.strides)
@@ -99,6 +99,8 @@ def build_detector(config: DetectionConfig, num_classes: int, body: Backbone) ->
     )
     channels = body.channels[-levels:]
     _warn_of_unused_settings(config)
+    if config.train.recompute_encoder and not model.encoder_layers:
+        logger.warning("train.recompute_encoder=true does nothing: there are no encoder layers")
     own = {key.rpartition(".")[2]: key for key in detector.settings if "." in key}  # several detectors have `points`
     with named("model", model, **own, dim="hidden_dim"):
         built = detector(body, channels, options, **(chosen_options(detector.own, model) if detector.own else {}))

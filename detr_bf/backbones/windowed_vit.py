@@ -57,7 +57,8 @@ class WindowedViT(nn.Module):
 
     A block over the whole image attends to the class and register tokens of all windows. Each map passes through the
     last norm of the network. Positions are interpolated with antialiasing over each image without its padding, which
-    is masked in every attention; the released code stretches every image to a square without padding.
+    is masked in every attention; the released code stretches every image to a square without padding. The windows
+    divide the padded batch: they lie differently in an image beside a larger one.
 
     Args:
         vit: network of timm; its head is removed. Blocks after the last map do not learn; they are kept because

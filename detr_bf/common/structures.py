@@ -352,6 +352,9 @@ class TokenBatch:
         return replace(self, tokens=self.tokens[:rows], per_sample=per_sample, references=0)
 
 
+GROUP = "group"  # name of the further groups of Group DETR
+
+
 @dataclass(frozen=True)
 class QueryGroup:
     """Consecutive queries of a training step with their own assignment to the objects and their own loss terms.

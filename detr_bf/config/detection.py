@@ -7,6 +7,7 @@ recipes set to 1.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -229,7 +230,7 @@ class ModelConfig:
     @property
     def all_strides(self) -> list[int]:
         """Pixels per cell of all maps, the coarsest last, with those that the detector computes from the last one."""
-        strides = list(self.backbone.strides)
+        strides = [stride for stride in self.backbone.strides for _ in self.backbone.vit.maps or [0]]
         if self.name == "rfdetr":
             return [int(strides[-1] * 2.0 ** (int(level[1]) - 4)) for level in self.rfdetr.levels or ["P4"]]
         further = self.extra_levels if self.name in WITH_EXTRA_LEVELS else int(self.name == "smca_multi_scale")
@@ -512,7 +513,9 @@ class DetectionConfig(RunConfig):
     @property
     def size_divisor(self) -> int:
         """Number of which the sides of resized images are multiples."""
-        return self.data.transforms.size_divisor or max(self.model.all_strides) * self.model.backbone.vit.windows
+        model = self.model
+        whole = math.lcm(max(model.all_strides), model.backbone.strides[-1] * model.backbone.vit.windows)
+        return self.data.transforms.size_divisor or whole
 
     def _check_squares(self, prefix: str) -> None:
         """Refuse squares whose sides are no multiples of the divisor."""
@@ -523,8 +526,8 @@ class DetectionConfig(RunConfig):
             near = f"{below} or {below + divisor}" if below else str(divisor)
             raise InputError(
                 f"{prefix}data.transforms.{'square' if wrong[0] == square else 'square with data.batch_sides'}: "
-                f"{wrong[0]} is not a multiple of {divisor} pixels, the coarsest stride of the model: give {near}, or "
-                f"{prefix}data.transforms.size_divisor=1, with which boxes shift by up to half a cell"
+                f"{wrong[0]} is not a multiple of {divisor} pixels, the coarsest stride or the windows of the model: "
+                f"give {near}, or {prefix}data.transforms.size_divisor=1, with which boxes shift by up to half a cell"
             )
 
     def _check_epochs(self, prefix: str) -> None:

@@ -13,10 +13,9 @@ from torch import Tensor, nn
 
 from detr_bf.common.errors import InputError
 from detr_bf.common.settings import setting
-from detr_bf.common.structures import Queries, TokenBatch
+from detr_bf.common.structures import GROUP, Queries, TokenBatch
 from detr_bf.detectors.declaration import declare
 from detr_bf.detectors.detector import Detector, Options
-from detr_bf.detectors.groups import GROUP
 from detr_bf.detectors.parts import (
     class_head,
     decoder_layer,

@@ -86,8 +86,9 @@ class Detector(nn.Module):
         self._fixed: tuple[nn.Module, ...] = ()  # stay in evaluation mode
 
     def forward(self, batch: Batch) -> Outputs:
-        """Padded uint8 images (B, 3, H, W) with their mask -> logits (L, R, Q, K) and boxes (L, R, Q, 4) in [0, 1].
+        """Padded uint8 images (B, 3, H, W) with their mask -> logits (L, R, Q, K) and boxes (L, R, Q, 4).
 
+        Boxes are fractions of the image; those of a detector that is not ``bounded`` may lie outside it.
         References are read if batch attention uses them or the backbone compares each image with its own; an image
         without one is then its own reference in the backbone, and attends to itself in batch attention.
         """

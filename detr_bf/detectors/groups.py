@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from detr_bf.common.errors import InputError
-from detr_bf.common.structures import QueryGroup
+from detr_bf.common.structures import GROUP, QueryGroup
 
-ONE_TO_MANY, GROUP = "one_to_many", "group"  # ends of the names of their losses
+ONE_TO_MANY = "one_to_many"  # end of the names of their losses
 
 
 def query_groups(

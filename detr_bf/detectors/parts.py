@@ -43,7 +43,8 @@ def single_level_detector(
     """
     if len(channels) != 1:
         raise InputError(
-            f"strides: this detector uses one feature map, got {len(channels)}; give one stride, or use deformable_detr"
+            f"strides: this detector uses one feature map, got {len(channels)}; give one stride and, in "
+            "backbone.vit.maps, one block, or use deformable_detr"
         )
     tokens = FeatureTokens([projection(channels[0], options, norm=options.input_norm)], position(options))
     layers = [

@@ -16,12 +16,11 @@ from torch import Tensor, nn
 from detr_bf.common.boxes import relative_boxes, scaled_boxes
 from detr_bf.common.errors import InputError
 from detr_bf.common.settings import setting
-from detr_bf.common.structures import Outputs, Queries, Target, TokenBatch
+from detr_bf.common.structures import GROUP, Outputs, Queries, Target, TokenBatch
 from detr_bf.detectors.dab_detr import AnchorPosition
 from detr_bf.detectors.declaration import declare
 from detr_bf.detectors.deformable_detr import DeformableMemoryAttention
 from detr_bf.detectors.detector import Detector, Options
-from detr_bf.detectors.groups import GROUP
 from detr_bf.detectors.parts import class_head, decoder_layer, query_attention, zero_init_box_head
 from detr_bf.detectors.projector import ProjectedLevels
 from detr_bf.detectors.two_stage import anchor_boxes, check_tokens

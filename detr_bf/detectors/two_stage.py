@@ -115,7 +115,7 @@ def check_tokens(memory: TokenBatch, count: int) -> None:
     if memory.tokens.shape[1] < count:
         raise InputError(
             f"the two-stage detector takes its {count} queries from the image's tokens, of which there are "
-            f"{memory.tokens.shape[1]}: use larger images or fewer queries (num_queries, one_to_many)"
+            f"{memory.tokens.shape[1]}: use larger images or fewer queries (num_queries, or groups.one_to_many)"
         )
 
 

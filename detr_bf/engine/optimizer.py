@@ -236,7 +236,8 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], sour
     except ValueError as error:
         raise InputError(
             f"{source} was trained with other parameters frozen, or divided otherwise ({error}): resume with the "
-            "model.backbone settings and optimizer.layer_decay it was started with, or start a new run with init_from"
+            "model.backbone settings and the layer decays of optimizer it was started with, or start a new run with "
+            "init_from"
         ) from error
     except (KeyError, TypeError, AttributeError, RuntimeError) as error:  # of another structure
         raise InputError(f"{source}: its optimizer state is damaged ({error!r}): use another copy of it") from error

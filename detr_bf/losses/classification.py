@@ -204,15 +204,10 @@ class Varifocal(Focal):
     """Varifocal loss (Zhang et al. 2021, arXiv 2008.13367, equation 2) with the matching cost of :class:`Focal`.
 
     The target of the class of a matched query is the IoU of its box with the object; its cross-entropy is weighted by
-    that IoU. All other logits have target 0 and the weight ``background`` x score^``gamma``, without gradient.
-
-    Args:
-        lw_detr: as in the code of LW-DETR and RF-DETR, these weights have a gradient, and a matched query without any
-            overlap is weighted as the others.
+    that IoU. All other logits have target 0 and the weight ``background`` x score^``gamma``.
     """
 
     background: float = setting("varifocal_background", 0.75)
-    lw_detr: bool = False
     needs_quality = True
 
     def __post_init__(self) -> None:
@@ -224,10 +219,7 @@ class Varifocal(Focal):
         assert quality is not None, "varifocal loss needs the quality of the matched pairs"
         positive = one_hot(classes, logits)
         target = positive * quality.to(logits.dtype)[..., None]
-        if self.lw_detr:
-            positive = (target > 0).to(logits.dtype)
-        score = (logits if self.lw_detr else logits.detach()).sigmoid()
-        weight = self.background * score**self.gamma * (1 - positive) + target
+        weight = self.background * logits.detach().sigmoid() ** self.gamma * (1 - positive) + target
         losses = F.binary_cross_entropy_with_logits(logits, target, reduction="none") * weight
         return supervised(losses, classes).sum((1, 2, 3)) / num_boxes
 

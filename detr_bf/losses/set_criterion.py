@@ -24,11 +24,12 @@ from detr_bf.common.boxes import corners_of, generalized_iou, iou
 from detr_bf.common.devices import send, tensor_on
 from detr_bf.common.errors import InputError
 from detr_bf.common.extensions import Registry
-from detr_bf.common.structures import Distributions, Masks, Outputs, PaddedTargets, QueryGroup, Target
+from detr_bf.common.structures import GROUP, Distributions, Masks, Outputs, PaddedTargets, QueryGroup, Target
 from detr_bf.losses.classification import (
     NO_OBJECT,
     NOT_SUPERVISED,
     Classification,
+    IouAware,
     MatchabilityAware,
     at_least_float32,
     check_factors,
@@ -96,7 +97,7 @@ class SetCriterion:
 
     Raises:
         InputError: a weight is negative or all are 0, or ``box_weighting`` is unknown, or gives the matchability-aware
-            loss a quality below 0.
+            loss or the IoU-aware cross-entropy a quality below 0.
     """
 
     classification: Classification
@@ -119,8 +120,10 @@ class SetCriterion:
         check_factors("SetCriterion", {f"{name}_weight": getattr(self, f"{name}_weight") for name in names})
         if self.box_weighting not in ("none", "iou", "giou"):
             raise InputError(f"box_weighting={self.box_weighting} must be none, iou or giou")
-        if self.box_weighting == "giou" and isinstance(self.classification, MatchabilityAware):
-            raise InputError("box_weighting=giou may be negative, which classification=mal cannot use: set iou or none")
+        if self.box_weighting == "giou" and isinstance(self.classification, MatchabilityAware | IouAware):
+            raise InputError(
+                "box_weighting=giou may be negative, which classification=mal and ia_bce cannot use: set iou or none"
+            )
 
     def __call__(self, outputs: Outputs, targets: Sequence[Target]) -> LossReport:
         """Compute the loss of R = num_streams x B rows for B targets.
@@ -131,7 +134,7 @@ class SetCriterion:
         padded = PaddedTargets.of(targets, outputs.num_streams)
         objects = _num_objects(outputs, padded, self.local)
         if self.mean_of_groups:
-            objects = objects * (1 + sum(group.parts for group, _ in outputs.groups if group.assigned is None))
+            objects = objects * (1 + sum(group.parts for group, _ in outputs.groups if group.name == GROUP))
         num_boxes = _divisor(objects, self.local)
         groups = [*_proposals(outputs), *outputs.groups]
         divided = [(group, *_divided(group, predicted, padded)) for group, predicted in groups]

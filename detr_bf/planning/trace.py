@@ -377,7 +377,8 @@ def _masks(outputs: Outputs) -> Tensor | None:
 def _losses(config: DetectionConfig, outputs: Outputs) -> list[Tensor]:
     """Return the classification losses; box losses, of matched queries only, need far less memory."""
     classification = build_classification(config)
-    found = [outputs] if outputs.proposals is None else [outputs, outputs.proposals]
+    proposals = outputs.proposals
+    found = [outputs] if proposals is None else [outputs, proposals, *(each for _, each in proposals.groups)]
     return [
         classification.loss(
             logits.float(),

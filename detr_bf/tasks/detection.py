@@ -330,7 +330,7 @@ def random_batch(config: DetectionConfig) -> Batch:
     They have references if the config has; evaluation may read them.
     """
     cells = math.ceil(math.sqrt(config.model.num_queries))
-    side = 32 * math.ceil(max(RANDOM_SIDE, min(config.model.backbone.strides) * cells) / 32)
+    side = 32 * math.ceil(max(RANDOM_SIDE, min(config.model.all_strides) * cells) / 32)
     generator = torch.Generator().manual_seed(0)
     images = torch.randint(256, (2, 3, side, side + 32), generator=generator, dtype=torch.uint8)
     padding_mask = torch.zeros(2, side, side + 32, dtype=torch.bool)

@@ -71,11 +71,19 @@ def test_blocks_in_windows_see_their_window_alone() -> None:
     assert whole.all()
 
 
-def test_padding_does_not_change_an_image_that_fills_its_windows() -> None:
-    """An image is alone as beside a larger one if the larger one's windows divide at the same places.
+@pytest.mark.parametrize("windows", [2, 3])
+def test_pixels_in_the_padding_are_not_seen(windows: int) -> None:
+    """Compare the maps within each image with those of images whose padding holds other pixels."""
+    body = build(vit={"windows": windows}).body
+    pixels, mask = images((88, 48), (32, 96))  # whole patches
+    other = torch.where(mask[:, None], 255 - pixels, pixels)
+    with torch.no_grad():
+        for one, two in zip(body(pixels / 255, mask), body(other / 255, mask), strict=True):
+            torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-5)
 
-    The windows of a batch follow from its padded size, which images of one size do not notice.
-    """
+
+def test_an_image_is_as_alone_beside_a_larger_one_without_windows() -> None:
+    """The windows follow from the padded size of the batch; with one window this changes nothing."""
     backbone = build(vit={"windows": 1})
     sizes = [(48, 64), (33, 40)]
     pixels, mask = images(*sizes)

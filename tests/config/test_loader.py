@@ -297,11 +297,21 @@ def test_what_is_no_config_file(tmp_path: Path, name: str) -> None:
         load_config(tmp_path / name)
 
 
+P5 = ("model.rfdetr.levels=[P4,P5]",)
+
+
 def texts() -> list[str]:
     """Texts that may or may not look like an interpolation."""
     parts = ["\\", "${", "}", "$", "{", "oc.env:SECRET", ":", "'", " ", "a"]
     numbers = random.Random(0)
     return ["".join(numbers.choices(parts, k=numbers.randint(1, 8))) for _ in range(300)]
+
+
+def test_strides_of_all_maps() -> None:
+    maps = ["model.backbone.strides=[16]", "model.backbone.vit.maps=[2,5]"]
+    deformable = load_config(None, ["model.name=deformable_detr", "model.extra_levels=1", *maps])
+    assert deformable.model.all_strides == [16, 16, 32]
+    assert load_config(None, ["model.name=rfdetr", *maps, *P5]).model.all_strides == [16, 32]
 
 
 @pytest.mark.parametrize(
@@ -313,6 +323,10 @@ def texts() -> list[str]:
         (["model.name=detr", "model.extra_levels=1"], 32),  # detr does not read it
         (["model.name=smca_multi_scale", "model.backbone.strides=[8,16,32]"], 64),
         (["data.transforms.size_divisor=1"], 1),
+        (["model.name=rfdetr", "model.backbone.strides=[16]"], 16),
+        (["model.name=rfdetr", "model.backbone.strides=[16]", "model.rfdetr.levels=[P3]"], 16),
+        (["model.name=rfdetr", "model.backbone.strides=[14]", "model.backbone.vit.windows=4"], 56),
+        (["model.name=rfdetr", "model.backbone.strides=[16]", *P5, "model.backbone.vit.windows=2"], 32),
     ],
 )
 def test_sides_are_multiples_of_the_coarsest_stride(settings: list[str], divisor: int) -> None:

@@ -94,6 +94,16 @@ def test_the_mean_of_groups() -> None:
         torch.testing.assert_close(means.total * factor, sums.total)
 
 
+def test_the_mean_of_groups_leaves_other_groups_as_they_are() -> None:
+    outputs = shaken(model("h_deformable_detr", dropout=0.0)).train()(images())
+    sums, means = (
+        SetCriterion(Focal(), HungarianMatcher(Focal()), mean_of_groups=mean)(outputs, images().targets)
+        for mean in (False, True)
+    )
+    assert outputs.groups
+    torch.testing.assert_close(means.total, sums.total)
+
+
 def test_each_object_is_matched_with_several_queries() -> None:
     """Compare the one-to-many loss with a criterion of its own over repeated objects, times the weight."""
     groups = query_groups(QUERIES, one_to_many=7, repeats=3, weight=0.5)

@@ -29,15 +29,24 @@ VIT = (
     "model.backbone.strides=[16]",
     "model.backbone.frozen_stages=0",
     "model.backbone.vit.options={patch_size: 8, embed_dim: 16, depth: 2, num_heads: 2, img_size: 32}",
-    "model.backbone.vit.window=3",
     "model.backbone.vit.global_blocks=[1]",
     "loss.classification=focal",
+)
+WINDOWS = ("model.backbone.vit.window=3",)
+MAPS = (  # as in RF-DETR
+    "model.name=rfdetr",
+    "model.encoder_layers=0",
+    "model.rfdetr.cross_heads=4",
+    "model.backbone.strides=[8]",
+    "model.backbone.vit.maps=[0,1]",
+    "model.backbone.vit.windows=2",
 )
 
 
 @pytest.mark.full
-def test_the_file_computes_the_same(tmp_path: Path) -> None:
-    config = load_config(None, [*SMALL, *VIT])
+@pytest.mark.parametrize("settings", [WINDOWS, MAPS], ids=["windows", "maps"])
+def test_the_file_computes_the_same(settings: tuple[str, ...], tmp_path: Path) -> None:
+    config = load_config(None, [*SMALL, *VIT, *settings])
     classes = ClassMap((3, 7), ("a", "b"))
     torch.manual_seed(0)
     detector = shaken(build_model(config, classes.num_classes)).eval()

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
@@ -18,6 +19,7 @@ from detr_bf.detectors import Detector
 from detr_bf.detectors.two_stage import anchor_boxes
 from detr_bf.interop.formats import from_foreign
 from detr_bf.losses import Classification, Focal, HungarianMatcher, IouAware, SetCriterion, Varifocal
+from detr_bf.losses.classification import one_hot
 from detr_bf.losses.postprocess import Postprocess
 from detr_bf.transformer.position import sine_of_coordinates
 from tests.golden.cases import (
@@ -35,7 +37,23 @@ from tests.golden.cases import (
 from tests.golden.test_dfine import assert_all_close
 
 RUNS = ("step", "step_empty", "step_none")
-LOSSES = {"ia_bce": IouAware(), "varifocal": Varifocal(lw_detr=True), "focal": Focal()}
+
+
+class LwDetrVarifocal(Varifocal):
+    """Varifocal loss of the reference, which no size uses.
+
+    The weights of the background have a gradient, and a matched query without overlap is background.
+    """
+
+    def loss(self, logits: Tensor, classes: Tensor, num_boxes: Tensor, *, quality: Tensor | None = None) -> Tensor:
+        assert quality is not None
+        target = one_hot(classes, logits) * quality[..., None]
+        weight = torch.where(target > 0, target, self.background * logits.sigmoid() ** self.gamma)
+        entropy = F.binary_cross_entropy_with_logits(logits, target, reduction="none")
+        return (entropy * weight).sum((1, 2, 3)) / num_boxes
+
+
+LOSSES = {"ia_bce": IouAware(), "varifocal": LwDetrVarifocal(), "focal": Focal()}
 
 
 class Body(nn.Module):

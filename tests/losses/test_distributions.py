@@ -9,7 +9,7 @@ from torch import Tensor
 from detr_bf.common.errors import InputError
 from detr_bf.common.structures import Distributions, Outputs, PaddedTargets, QueryGroup, Target
 from detr_bf.detectors.distributions import bin_distances, moved_sides
-from detr_bf.losses import Focal, HungarianMatcher, LossReport, MatchabilityAware, SetCriterion, Varifocal
+from detr_bf.losses import Focal, HungarianMatcher, IouAware, LossReport, MatchabilityAware, SetCriterion, Varifocal
 from detr_bf.losses.distributions import bins_around, side_distances
 from detr_bf.losses.matcher import united_pairs
 
@@ -188,6 +188,7 @@ def test_weighting_of_boxes(weighting: str) -> None:
     [
         ({"box_weighting": "ciou"}, "box_weighting=ciou must be none, iou or giou"),
         ({"box_weighting": "giou", "classification": MatchabilityAware()}, "giou may be negative"),
+        ({"box_weighting": "giou", "classification": IouAware()}, "giou may be negative"),
         ({"fgl_weight": -1.0}, "fgl_weight=-1.0 must be 0 or more"),
     ],
 )
