@@ -121,16 +121,9 @@ class HybridEncoder(nn.Module):
 
 
 def projected_tokens(channels: Sequence[int], width: int, strides: Sequence[int] | None) -> FeatureTokens:
-    """Build the tokens of maps of ``channels``, each projected to ``width``, without positions.
-
-    Raises:
-        InputError: two maps have the same stride; the fusion enlarges and reduces each map to the next one.
-    """
-    if len(set(strides or ())) < len(strides or ()):
-        raise InputError(
-            f"strides: this detector needs maps of different strides, got {list(strides or ())}; leave "
-            "backbone.vit.maps empty and give several strides"
-        )
+    """Build the tokens of maps, each projected to ``width``, without positions (InputError: of the same stride)."""
+    if strides and len(set(strides)) < len(strides):
+        raise InputError(f"strides: expected maps of different strides, got {list(strides)}; empty backbone.vit.maps")
     return FeatureTokens([NormedConvolution(count, width) for count in channels], None, strides=strides)
 
 

@@ -28,6 +28,7 @@ _R101, _R101VD = ("model.backbone.name=resnet101",), ("model.backbone.name=resne
 _R34VD = ("model.backbone.name=resnet34vd", "model.decoder_layers=4")
 _R50_M = ("model.rtdetr.expansion=0.5",)
 _R101_WIDE = (*_R101VD, "model.rtdetr.encoder_dim=384", "model.rtdetr.encoder_feedforward_dim=2048")
+_RFDETR = ("nano", "small", "base", "medium", "large")
 _DISCRETE = ("model.rtdetr.sampling=discrete",)
 
 
@@ -277,11 +278,7 @@ def _hugging_face() -> Iterator[PublishedWeights]:
         ("", "PekingU/rtdetr_v2_r34vd", "rtdetrv2_r18", _R34VD, 126, None),
         ("", "PekingU/rtdetr_v2_r50vd", "rtdetrv2_r50", (), 172, None),
         ("", "PekingU/rtdetr_v2_r101vd", "rtdetrv2_r50", _R101_WIDE, None, None),
-        ("rfdetr_nano", "Roboflow/rf-detr-nano", "rfdetr_nano", (), None, None),
-        ("rfdetr_small", "Roboflow/rf-detr-small", "rfdetr_small", (), None, None),
-        ("rfdetr_medium", "Roboflow/rf-detr-medium", "rfdetr_medium", (), None, None),
-        ("rfdetr_large", "Roboflow/rf-detr-large", "rfdetr_large", (), None, None),
-        ("rfdetr_base", "Roboflow/rf-detr-base", "rfdetr_base", (), None, None),
+        *((f"rfdetr_{each}", f"Roboflow/rf-detr-{each}", f"rfdetr_{each}", (), None, None) for each in _RFDETR),
         ("", "ustc-community/dfine-nano-coco", "dfine_n", (), 15.3, None),
         ("", "ustc-community/dfine-small-coco", "dfine_s", (), 41.5, None),
         ("", "ustc-community/dfine-medium-coco", "dfine_m", (), 78.7, None),
