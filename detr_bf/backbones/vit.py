@@ -124,13 +124,7 @@ class PlainViT(nn.Module):
 
     def forward(self, images: Tensor, padding_mask: Tensor | None = None) -> list[Tensor]:
         """Normalised images (B, 3, H, W), mask (B, H, W) bool, True = padding -> maps (B, C, h, w), fine to coarse."""
-        side = self.vit.patch_embed.patch_size[0]
-        bottom, right = (-length % side for length in images.shape[-2:])
-        if padding_mask is None:
-            padding_mask = images.new_zeros(images.shape[0], *images.shape[-2:], dtype=torch.bool)
-        images = F.pad(images, (0, right, 0, bottom))
-        padding = F.pad(padding_mask, (0, right, 0, bottom), value=True)[:, ::side, ::side]  # (B, h, w)
-        patches = self.vit.patch_embed.norm(self.vit.patch_embed.proj(images).permute(0, 2, 3, 1))
+        patches, padding = embedded_patches(self.vit, images, padding_mask)
         tokens = self._blocks(self._with_positions(patches, padding), padding)
         tokens = self.vit.norm(tokens)[:, self.vit.num_prefix_tokens :]
         grid = tokens.masked_fill(padding.flatten(1)[..., None], 0).unflatten(1, padding.shape[1:])
@@ -138,18 +132,11 @@ class PlainViT(nn.Module):
 
     def _with_positions(self, patches: Tensor, padding: Tensor) -> Tensor:
         """(B, h, w, C) -> (B, S, C): add the positions, and the tokens before the patches."""
-        vit = self.vit
-        known = [getattr(vit, name, None) for name in PREFIX_TOKENS]
-        prefix = [token.expand(patches.shape[0], -1, -1) for token in known if token is not None]
-        tokens = patches.flatten(1, 2)
-        if vit.pos_embed is not None:
-            count = 0 if vit.no_embed_class else vit.num_prefix_tokens
-            before, table = vit.pos_embed[:, :count], vit.pos_embed[0, count:]
-            places = interpolated_positions(table.unflatten(0, vit.patch_embed.grid_size), padding)
-            tokens = tokens + places.flatten(1, 2).to(table.dtype)
-            if count:
-                prefix = [torch.cat(prefix, dim=1) + before]
-        return vit.norm_pre(vit.pos_drop(torch.cat([*prefix, tokens], dim=1)))
+        prefix, places = positions_of(self.vit, padding)
+        tokens = (patches + places).flatten(1, 2)
+        if prefix.shape[1]:  # some runtimes cannot join a part without tokens
+            tokens = torch.cat([prefix.expand(patches.shape[0], -1, -1), tokens], dim=1)
+        return self.vit.norm_pre(self.vit.pos_drop(tokens))
 
     def _blocks(self, tokens: Tensor, padding: Tensor) -> Tensor:
         """(B, S, C) -> (B, S, C): all blocks; consecutive ones in windows share a division of the image."""
@@ -184,6 +171,44 @@ def without_head(vit: VisionTransformer) -> VisionTransformer:
     unused.head = unused.head_drop = unused.fc_norm = nn.Identity()
     unused.head_dist = unused.attn_pool = None
     return vit
+
+
+def embedded_patches(
+    vit: VisionTransformer, images: Tensor, padding_mask: Tensor | None, multiple: int = 1
+) -> tuple[Tensor, Tensor]:
+    """Embed the patches of normalised images, padded to multiples of ``multiple`` patches.
+
+    Args:
+        images: (B, 3, H, W).
+        padding_mask: (B, H, W) bool, True = padding; None: no padding.
+
+    Returns:
+        The patches (B, h, w, C) and the mask (B, h, w) of those that begin in the padding.
+    """
+    side = vit.patch_embed.patch_size[0]
+    bottom, right = (-length % (side * multiple) for length in images.shape[-2:])
+    if padding_mask is None:
+        padding_mask = images.new_zeros(images.shape[0], *images.shape[-2:], dtype=torch.bool)
+    patches = vit.patch_embed.proj(F.pad(images, (0, right, 0, bottom))).permute(0, 2, 3, 1)
+    padding = F.pad(padding_mask, (0, right, 0, bottom), value=True)[:, ::side, ::side]
+    return vit.patch_embed.norm(patches), padding
+
+
+def positions_of(vit: VisionTransformer, padding: Tensor, *, antialias: bool = False) -> tuple[Tensor, Tensor]:
+    """Return the tokens before the patches (1, T, C), and the positions (B, h, w, C) of the patches.
+
+    Positions of these tokens come first in the learned table, as far as it has them.
+    """
+    known = [getattr(vit, name, None) for name in PREFIX_TOKENS]
+    none = vit.patch_embed.proj.weight.new_zeros(1, 0, vit.embed_dim)
+    prefix = torch.cat([none, *(token for token in known if token is not None)], dim=1)
+    if vit.pos_embed is None:
+        return prefix, prefix.new_zeros(1, 1, 1, 1)
+    count = vit.pos_embed.shape[1] - vit.patch_embed.num_patches
+    table = vit.pos_embed[0, count:].unflatten(0, vit.patch_embed.grid_size)
+    if count:
+        prefix = prefix + F.pad(vit.pos_embed[:, :count], (0, 0, 0, prefix.shape[1] - count))
+    return prefix, interpolated_positions(table, padding, antialias=antialias).to(table.dtype)
 
 
 def interpolated_positions(table: Tensor, padding: Tensor, *, antialias: bool = False) -> Tensor:

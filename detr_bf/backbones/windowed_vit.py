@@ -12,12 +12,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from detr_bf.backbones.backbone import Network, VitOptions, select_levels
-from detr_bf.backbones.vit import PREFIX_TOKENS, attention_bias, interpolated_positions, side_of_patches, without_head
+from detr_bf.backbones.vit import attention_bias, embedded_patches, positions_of, side_of_patches, without_head
 from detr_bf.common.errors import InputError
 
 
@@ -78,15 +77,9 @@ class WindowedViT(nn.Module):
     def forward(self, images: Tensor, padding_mask: Tensor | None = None) -> list[Tensor]:
         """Normalised images (B, 3, H, W), mask (B, H, W) bool, True = padding -> a map (B, C, h, w) for each block."""
         vit, count = self.vit, self.windows
-        side = vit.patch_embed.patch_size[0]
-        bottom, right = (-length % (side * count) for length in images.shape[-2:])
-        if padding_mask is None:
-            padding_mask = images.new_zeros(images.shape[0], *images.shape[-2:], dtype=torch.bool)
-        images = F.pad(images, (0, right, 0, bottom))
-        padding = F.pad(padding_mask, (0, right, 0, bottom), value=True)[:, ::side, ::side]  # (B, h, w)
-        prefix, places = self._positions(padding)
-        patches = vit.patch_embed.norm(vit.patch_embed.proj(images).permute(0, 2, 3, 1)) + places
-        tokens = in_windows(vit.pos_drop(patches), count)  # (B V, s, C)
+        patches, padding = embedded_patches(vit, images, padding_mask, count)
+        prefix, places = positions_of(vit, padding, antialias=True)
+        tokens = in_windows(vit.pos_drop(patches + places), count)  # (B V, s, C)
         ahead = padding.new_zeros(1, prefix.shape[1]).expand(tokens.shape[0], -1)
         seen = torch.cat([ahead, in_windows(padding[..., None], count)[..., 0]], dim=1)
         tokens = vit.norm_pre(torch.cat([prefix.expand(tokens.shape[0], -1, -1), tokens], dim=1))
@@ -109,22 +102,6 @@ class WindowedViT(nn.Module):
                 as_map = from_windows(patches, self.windows, grid).masked_fill(grid[..., None], 0)
                 maps.append(as_map.permute(0, 3, 1, 2).contiguous())
         return maps
-
-    def _positions(self, padding: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the class and register tokens (1, T, C), and the positions (B, h, w, C) of the patches.
-
-        Those of the prefix tokens come first in the table, as far as it has them.
-        """
-        vit = self.vit
-        known = [getattr(vit, name, None) for name in PREFIX_TOKENS]
-        none = vit.patch_embed.proj.weight.new_zeros(1, 0, vit.embed_dim)
-        prefix = torch.cat([none, *(token for token in known if token is not None)], dim=1)
-        if vit.pos_embed is None:
-            return prefix, prefix.new_zeros(1, 1, 1, 1)
-        count = vit.pos_embed.shape[1] - vit.patch_embed.num_patches
-        prefix = prefix + F.pad(vit.pos_embed[:, :count], (0, 0, 0, prefix.shape[1] - count))
-        table = vit.pos_embed[0, count:].unflatten(0, vit.patch_embed.grid_size)
-        return prefix, interpolated_positions(table, padding, antialias=True).to(table.dtype)
 
 
 def in_windows(grid: Tensor, count: int) -> Tensor:

@@ -61,11 +61,11 @@ def relative_boxes(offsets: Tensor, reference: Tensor | None, eps: float = 1e-5)
     return (offsets + F.pad(logit, (0, 4 - logit.shape[-1]))).sigmoid()
 
 
-def scaled_boxes(offsets: Tensor, reference: Tensor, eps: float = 0.0) -> Tensor:
+def scaled_boxes(offsets: Tensor, reference: Tensor) -> Tensor:
     """Return boxes (..., 4) cx, cy, w, h from changes (..., 4) in units of the boxes ``reference`` (..., 4).
 
     Centre + change x size, and size x exp(change) (Chen et al. 2024, arXiv 2406.03459; Lin et al. 2023, arXiv
-    2308.01904). They may lie outside the image. ``eps`` is not used.
+    2308.01904). They may lie outside the image.
     """
     size = reference[..., 2:]
     return torch.cat([reference[..., :2] + offsets[..., :2] * size, offsets[..., 2:].exp() * size], dim=-1)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from detr_bf.common.boxes import relative_boxes, scaled_boxes
+from detr_bf.common.boxes import scaled_boxes
 from detr_bf.common.errors import InputError
 from detr_bf.common.settings import setting
 from detr_bf.common.structures import GROUP, Outputs, Queries, Target, TokenBatch
@@ -76,7 +76,7 @@ def rfdetr(backbone: nn.Module, channels: Sequence[int], options: Options, own: 
         )
         for _ in range(options.decoder_layers)
     ]
-    relative = scaled_boxes if own.scaled_boxes else relative_boxes
+    relative = scaled_boxes if own.scaled_boxes else None
     heads = Heads([class_head(options)], [zero_init_box_head(options)], relative=relative)
     return Detector(
         backbone,
@@ -144,7 +144,7 @@ class GroupedQueries(nn.Module):
         self.content = nn.Embedding(parts * self.num_queries, dim)
         self.change = nn.Embedding(parts * self.num_queries, 4)
         nn.init.zeros_(self.change.weight)
-        self.relative, self.eps = heads.relative, heads.eps
+        self.relative = heads.relative
 
     def forward(self, memory: TokenBatch, targets: Sequence[Target] = ()) -> Queries:
         """Memory (R, S, C) -> queries (R, G Q, C) with reference boxes (R, G Q, 4); evaluation has one group.
@@ -161,7 +161,7 @@ class GroupedQueries(nn.Module):
         chosen = [self._chosen(part, tokens, anchors) for part in (self.parts if groups else self.parts[:1])]
         logits, boxes = (torch.cat(each, dim=1) for each in zip(*chosen, strict=True))
         count = boxes.shape[1]
-        reference = self.relative(self.change.weight[:count].expand_as(boxes), boxes.detach(), self.eps)
+        reference = self.relative(self.change.weight[:count].expand_as(boxes), boxes.detach())
         content = self.content.weight[:count].expand(boxes.shape[0], -1, -1).to(memory.tokens.dtype)
         queries = Queries(content, torch.zeros_like(content), reference)
         main = Outputs(logits[None, :, : self.num_queries], boxes[None, :, : self.num_queries], memory.num_streams)
@@ -174,4 +174,4 @@ class GroupedQueries(nn.Module):
         logits, changes = heads(tokens)
         best = logits.max(-1).values.topk(self.num_queries, dim=1).indices[..., None]
         logits, changes, anchors = (x.gather(1, best.expand(-1, -1, x.shape[-1])) for x in (logits, changes, anchors))
-        return logits, self.relative(changes, anchors, self.eps)
+        return logits, self.relative(changes, anchors)

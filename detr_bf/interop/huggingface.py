@@ -11,11 +11,11 @@ from dataclasses import replace
 from functools import wraps
 
 from detr_bf.interop.official import (
-    BOTTLENECKS,
     NORMED_SEQUENCE,
     RTDETR_LEVELS,
     VD_BLOCKS,
     VD_STEM,
+    bottlenecks,
     deformable_attention,
     deformable_heads,
     dfine_fusion,
@@ -154,12 +154,7 @@ def hf_rfdetr(layout: Layout) -> Iterator[NameRule]:
     yield from dinov2("model.backbone.backbone", attention)
     theirs, ours = "model.backbone.projector", "tokens.projections.0"
     yield rename(f"{theirs}.layer_norm", f"{ours}.norm")
-    convolutions = [("conv1", "block.enter"), ("conv2", "block.leave")]
-    for index in range(BOTTLENECKS):
-        convolutions += [(f"bottlenecks.{index}.conv{i + 1}", f"block.bottlenecks.{index}.{i}") for i in range(2)]
-    for name, place in convolutions:
-        names = (("conv", "0"), ("norm", "1"))
-        yield from normed_convolution(f"{theirs}.projector_layer.{name}", f"{ours}.{place}", names)
+    yield from bottlenecks(f"{theirs}.projector_layer", f"{ours}.block", "bottlenecks", "conv", "norm")
     yield from rfdetr_queries("model", ("model.query_feat", "model.reference_point_embed"))
     for theirs, ours in _layers("decoder", layout.decoder_layers):
         yield from _attention(f"{theirs}.self_attn", f"{ours}.self_attention.attention")

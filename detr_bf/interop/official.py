@@ -19,7 +19,6 @@ RTDETR_LEVELS, FUSION_BLOCKS = 3, 6  # at most: maps; RepVGG blocks of one fusio
 VD_BLOCKS = 23  # of the longest stage of a ResNet-vd
 VD_STEM = (("conv1.0", "conv1.1"), ("conv1.3", "conv1.4"), ("conv1.6", "bn1"))  # our convolutions with their norms
 NORMED = (("conv", "convolution"), ("norm", "norm"))  # a convolution with its norm
-CONVX = (("conv", "0"), ("bn", "1"))
 VIT_BLOCKS, VIT_MAPS, BOTTLENECKS, MOST_GROUPS = 40, 12, 3, 64  # at most
 NORMED_SEQUENCE = (("0", "convolution"), ("1", "norm"))
 ADAPTER = "detector"  # module of the adapter that holds our detector
@@ -239,13 +238,17 @@ def _hybrid_encoder(layout: Layout, projection: Sequence[tuple[str, str]]) -> It
 def _rtdetr_layers(layout: Layout) -> Iterator[NameRule]:
     """Yield the rules of the decoder layers and heads of RT-DETR and D-FINE without the norms that differ."""
     for layer in range(layout.decoder_layers):
-        theirs, ours = f"decoder.decoder.layers.{layer}", f"decoder.layers.{layer}"
-        yield from _packed(f"{theirs}.self_attn", f"{ours}.self_attention.attention")
-        yield from deformable_attention(f"{theirs}.cross_attn", f"{ours}.cross_attention.attention")
-        yield from _feed_forward(theirs, ours, norm="norm3")
-        yield rename(f"{theirs}.norm1", f"{ours}.self_residual.norm")
+        yield from _decoder_layer(f"decoder.decoder.layers.{layer}", f"decoder.layers.{layer}")
         yield rename(f"decoder.dec_score_head.{layer}", f"decoder.heads.classes.{layer}")
         yield rename(f"decoder.dec_bbox_head.{layer}", f"decoder.heads.boxes.{layer}")
+
+
+def _decoder_layer(theirs: str, ours: str) -> Iterator[NameRule]:
+    """Decoder layer of RT-DETR, D-FINE and RF-DETR without the second norm."""
+    yield from _packed(f"{theirs}.self_attn", f"{ours}.self_attention.attention")
+    yield from deformable_attention(f"{theirs}.cross_attn", f"{ours}.cross_attention.attention")
+    yield from _feed_forward(theirs, ours, norm="norm3")
+    yield rename(f"{theirs}.norm1", f"{ours}.self_residual.norm")
 
 
 def official_dfine(layout: Layout) -> Iterator[NameRule]:
@@ -495,24 +498,25 @@ def official_rfdetr(layout: Layout) -> Iterator[NameRule]:
     for level in range(RTDETR_LEVELS):
         theirs, ours = f"backbone.0.projector.stages.{level}", f"tokens.projections.{level}"
         yield rename(f"{theirs}.1", f"{ours}.norm")
-        convolutions = [("0.cv1", "block.enter"), ("0.cv2", "block.leave")]
-        for index in range(BOTTLENECKS):
-            convolutions += [(f"0.m.{index}.cv{i + 1}", f"block.bottlenecks.{index}.{i}") for i in range(2)]
-        for name, place in convolutions:
-            yield from normed_convolution(f"{theirs}.{name}", f"{ours}.{place}", CONVX)
+        yield from bottlenecks(f"{theirs}.0", f"{ours}.block", "m", "cv", "bn")
         for number in range(VIT_MAPS):
             theirs, place = f"backbone.0.projector.stages_sampling.{level}.{number}.0", f"{ours}.resize.{number}"
-            yield from normed_convolution(theirs, place, CONVX)
+            yield from normed_convolution(theirs, place, (("conv", "0"), ("bn", "1")))
             yield rename(theirs, place)
     yield from rfdetr_queries("transformer", ("query_feat", "refpoint_embed"))
-    for layer in range(layout.decoder_layers):
-        theirs, ours = f"transformer.decoder.layers.{layer}", f"decoder.layers.{layer}"
-        yield from _packed(f"{theirs}.self_attn", f"{ours}.self_attention.attention")
-        yield from deformable_attention(f"{theirs}.cross_attn", f"{ours}.cross_attention.attention")
-        yield from _feed_forward(theirs, ours, norm="norm3")
-        yield rename(f"{theirs}.norm1", f"{ours}.self_residual.norm")
+    for theirs, ours in _decoder_layers(layout):
+        yield from _decoder_layer(theirs, ours)
         yield rename(f"{theirs}.norm2", f"{ours}.cross_residual.norm")
     yield rename("transformer.decoder.norm", "decoder.norm")
+
+
+def bottlenecks(theirs: str, ours: str, parts: str, convolution: str, norm: str) -> Iterator[NameRule]:
+    """Block of the projector of RF-DETR, by the names of the bottlenecks, of convolutions from 1 on, and of a norm."""
+    places = {f"{convolution}1": "enter", f"{convolution}2": "leave"}
+    for index in range(BOTTLENECKS):
+        places |= {f"{parts}.{index}.{convolution}{i + 1}": f"bottlenecks.{index}.{i}" for i in range(2)}
+    for name, place in places.items():
+        yield from normed_convolution(f"{theirs}.{name}", f"{ours}.{place}", (("conv", "0"), (norm, "1")))
 
 
 def rfdetr_queries(model: str, learned: tuple[str, str]) -> Iterator[NameRule]:

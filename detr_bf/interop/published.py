@@ -1,8 +1,9 @@
 """Published weights by name: where they are, for which recipe, under which licence, and their download.
 
-Every row is from the README or ``hubconf.py`` of the authors' repository, or from a page of the Hugging Face Hub. A
-SHA-256 is that of the source: the eight digits in DETR's file names, or the whole hash on a page of the Hub; None means
-that none is stated. The Hub states the hash of every file in the answer to its download, and it is compared there.
+Every row is from the README or ``hubconf.py`` of the authors' repository, from a page of the Hugging Face Hub, or from
+transformers' documentation (RF-DETR-Base). A SHA-256 is that of the source: the eight digits in DETR's file names, or
+the whole hash on a page of the Hub; None means that none is stated. The Hub states the hash of every file in the answer
+to its download, and it is compared there.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _R101, _R101VD = ("model.backbone.name=resnet101",), ("model.backbone.name=resne
 _R34VD = ("model.backbone.name=resnet34vd", "model.decoder_layers=4")
 _R50_M = ("model.rtdetr.expansion=0.5",)
 _R101_WIDE = (*_R101VD, "model.rtdetr.encoder_dim=384", "model.rtdetr.encoder_feedforward_dim=2048")
-_RFDETR = ("nano", "small", "base", "medium", "large")
+_RFDETR = ("nano", "small", "base", "large")
 _DISCRETE = ("model.rtdetr.sampling=discrete",)
 
 

@@ -28,7 +28,7 @@ from detr_bf.common.structures import Batch, ClassMap
 from detr_bf.common.text import listed, printable
 from detr_bf.detectors import Detector
 from detr_bf.interop.classes import coco_classes
-from detr_bf.interop.formats import format_named, to_foreign
+from detr_bf.interop.formats import NAMES, format_named, to_foreign
 from detr_bf.interop.weights import write_weights
 
 logger = logging.getLogger(__name__)
@@ -130,7 +130,7 @@ def write_transformers_folder(
     """
     library, name = transformers_library(), config["model"]["name"]
     if name not in _NAMES:
-        more = "; detr-bf convert --to hf_rfdetr writes its weights" if name == "rfdetr" else ""
+        more = f"; detr-bf convert --to hf_{name} writes its weights" if f"hf_{name}" in NAMES else ""
         raise InputError(f"{name} cannot be written as a folder of transformers, only {listed(_NAMES, 10)}{more}")
     mode = config["batch_former"]["mode"]
     if config["batch_former"]["enabled"] and mode in EVALUATED_MODES:

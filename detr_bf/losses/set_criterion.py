@@ -215,7 +215,7 @@ class SetCriterion:
             assert group.assigned is not None
             matches, not_supervised = Matches.of(group.assigned, len(outputs.logits), outputs.logits.device)
             united = united and replace(united, pairs=None, divisor=None)
-        if group.assigned is None:
+        if group.assigned is None:  # without objects, too, each part counts as the main queries do
             divisor = group.parts * _divisor(objects * group.repeats, self.local)
         else:
             divisor = _divisor(objects * group.parts, self.local)

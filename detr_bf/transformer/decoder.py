@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -145,7 +146,7 @@ class Heads(nn.Module):
     Args:
         classes, boxes: one (..., C) -> (..., K) and one (..., C) -> (..., 4) for all layers, or one for each.
         eps: of the logits of the references, see :func:`detr_bf.common.boxes.inverse_sigmoid`.
-        relative: (output of a box head, reference, eps) -> boxes.
+        relative: (output of a box head, reference) -> boxes; None: sums of logits.
     """
 
     def __init__(
@@ -154,13 +155,13 @@ class Heads(nn.Module):
         boxes: Sequence[nn.Module],
         *,
         eps: float = 1e-5,
-        relative: Callable[[Tensor, Any, float], Tensor] = relative_boxes,
+        relative: Callable[[Tensor, Any], Tensor] | None = None,
     ) -> None:
         super().__init__()
         self.classes = nn.ModuleList(classes)
         self.boxes = nn.ModuleList(boxes)
         self.eps = eps
-        self.relative = relative
+        self.relative = relative or partial(relative_boxes, eps=eps)
 
     def forward(self, layer: int, state: Tensor, reference: Tensor | None) -> tuple[Tensor, Tensor]:
         """State (R, Q, C) of decoder layer ``layer`` -> logits (R, Q, K), boxes (R, Q, 4) relative to the reference."""
@@ -170,7 +171,7 @@ class Heads(nn.Module):
     def predicted_boxes(self, layer: int, state: Tensor, reference: Tensor | None) -> Tensor:
         """State (R, Q, C) of decoder layer ``layer`` -> boxes (R, Q, 4) relative to the reference."""
         boxes = self.boxes[min(layer, len(self.boxes) - 1)]
-        return self.relative(full_precision(boxes, state), reference, self.eps)
+        return self.relative(full_precision(boxes, state), reference)
 
 
 class DecoderLayer(nn.Module):

@@ -298,12 +298,18 @@ def test_gradients_of_all_outputs(dfine_case: Case, model: Detector, monkeypatch
 
 
 def test_postprocess(dfine_case: Case) -> None:
-    given = dfine_case.below("eval.")
+    sizes = dfine_case.tensors["post.in.orig_target_sizes_wh"].flip(1)
+    assert_detections(dfine_case, Postprocess(Varifocal(), num_select(dfine_case)), sizes)
+
+
+def assert_detections(case: Case, convert: Postprocess, sizes: Tensor) -> None:
+    """Compare the detections in images of ``sizes`` (B, 2), height and width."""
+    given = case.below("eval.")
     outputs = Outputs(given["pred_logits"][None], given["pred_boxes"][None])
-    sizes = dfine_case.tensors["post.in.orig_target_sizes_wh"].flip(1).tolist()
-    images = [Target(i, torch.empty(0, 4), torch.empty(0), tuple(size), tuple(size)) for i, size in enumerate(sizes)]
-    for found in Postprocess(Varifocal(), num_select(dfine_case))(outputs, images):
-        expected = dfine_case.below(f"post.out.{found.image_id}.")
+    shapes = [(int(height), int(width)) for height, width in sizes.tolist()]
+    images = [Target(i, torch.empty(0, 4), torch.empty(0), shape, shape) for i, shape in enumerate(shapes)]
+    for found in convert(outputs, images):
+        expected = case.below(f"post.out.{found.image_id}.")
         assert_close(found.scores, expected["scores"])
         assert torch.equal(found.labels, expected["labels"])
         assert_close(found.boxes, expected["boxes"])

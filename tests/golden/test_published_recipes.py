@@ -44,7 +44,6 @@ KEYS = {  # lists of the names and shapes in the authors' models
     "dn_detr_r50": "dn_dab_detr_resnet50",
     "h_deformable_detr_r50_12ep": "h_deformable_detr_resnet50_12eps",
     "rfdetr_base": "rf_detr_base",
-    "rfdetr_medium": "rf_detr_medium",
     "rfdetr_nano": "rf_detr_nano",
     "rfdetr_small": "rf_detr_small",
     "rtdetr_r101": "rtdetr_r101vd_6x_coco",

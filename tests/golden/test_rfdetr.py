@@ -34,7 +34,7 @@ from tests.golden.cases import (
     samples_mask,
     targets_of,
 )
-from tests.golden.test_dfine import assert_all_close
+from tests.golden.test_dfine import assert_all_close, assert_detections
 
 RUNS = ("step", "step_empty", "step_none")
 
@@ -284,16 +284,8 @@ def test_gradients_of_all_outputs(rfdetr_case: Case, model: Detector) -> None:
 
 
 def test_postprocess(rfdetr_case: Case) -> None:
-    given = rfdetr_case.below("eval.")
-    outputs = Outputs(given["pred_logits"][None], given["pred_boxes"][None])
-    sizes = [tuple(map(int, size)) for size in rfdetr_case.tensors["post.in.target_sizes"].tolist()]
-    images = [Target(i, torch.empty(0, 4), torch.empty(0), size, size) for i, size in enumerate(sizes)]
     convert = Postprocess(classification(rfdetr_case), num_select(rfdetr_case), clamp=True)
-    for found in convert(outputs, images):
-        expected = rfdetr_case.below(f"post.out.{found.image_id}.")
-        assert_close(found.scores, expected["scores"])
-        assert torch.equal(found.labels, expected["labels"])
-        assert_close(found.boxes, expected["boxes"])
+    assert_detections(rfdetr_case, convert, rfdetr_case.tensors["post.in.target_sizes"])
 
 
 def test_boxes(rfdetr_functions_case: Case) -> None:
