@@ -94,8 +94,9 @@ def kept_by_a_real_run(config: DetectionConfig) -> int:
     with torch.autograd.graph.saved_tensors_hooks(see, lambda tensor: tensor):
         with torch.autocast("cpu", torch.bfloat16, enabled=half):
             outputs = model(batch)
-        predicted = [outputs, *([outputs.proposals] if outputs.proposals else [])]
-        predicted += [part for _, part in outputs.groups]
+        predicted = [outputs, *(part for _, part in outputs.groups)]
+        if outputs.proposals:
+            predicted += [outputs.proposals, *(part for _, part in outputs.proposals.groups)]
         groups = [group.assigned for group, _ in outputs.groups if group.assigned is not None]
         losses = [
             classification.loss(logits.float(), torch.zeros(logits.shape[:3], dtype=torch.int64), torch.ones(()))
