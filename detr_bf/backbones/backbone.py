@@ -70,6 +70,8 @@ class VitOptions:
         maps: blocks, from 0, whose outputs are the feature maps, all of the stride of a patch (RF-DETR); empty: the
             last one, of which maps of other strides are made.
         windows: with ``maps``, the number of windows per side of an image.
+        class_token: with ``maps``, keep the class and register tokens; false: patches alone (LW-DETR).
+        antialias: interpolate the learned positions with antialiasing (DINOv2, RF-DETR).
         drop_path: rate of stochastic depth of the last block; it rises linearly from 0 at the first one.
         options: further arguments of ``timm.create_model``, such as ``patch_size``.
     """
@@ -78,6 +80,8 @@ class VitOptions:
     global_blocks: Sequence[int] = field(default_factory=list)
     maps: Sequence[int] = field(default_factory=list)
     windows: int = 1
+    class_token: bool = True
+    antialias: bool = False
     drop_path: float = 0.0
     options: Mapping[str, Any] = field(default_factory=dict)
 

@@ -52,8 +52,9 @@ def build_vit(vit: VisionTransformer, name: str, options: VitOptions, strides: S
         used = [stride for stride in available if 4 <= stride <= strides[-1]]
         check_consecutive(used, strides, name)
     depth = len(vit.blocks)
-    if options.windows > 1:
-        raise InputError(f"windows={options.windows} needs maps, the blocks whose outputs are the feature maps")
+    for name_of_option, value, usual in (("windows", options.windows, 1), ("class_token", options.class_token, True)):
+        if value != usual:
+            raise InputError(f"{name_of_option}={value} needs maps, the blocks whose outputs are the feature maps")
     if options.global_blocks and not options.window:
         raise InputError("global_blocks: without windows every block sees the whole image; set window, such as 14")
     if unknown := [block for block in options.global_blocks if block >= depth]:
@@ -61,7 +62,11 @@ def build_vit(vit: VisionTransformer, name: str, options: VitOptions, strides: S
         raise InputError(f"global_blocks={given}: there is no block {unknown[0]}; {name} has 0 to {depth - 1}")
     whole = set(options.global_blocks) or {max(depth * quarter // 4 - 1, 0) for quarter in range(1, 5)}
     body = PlainViT(
-        vit, [stride / patch for stride in used], window=options.window, whole=whole if options.window else range(depth)
+        vit,
+        [stride / patch for stride in used],
+        window=options.window,
+        whole=whole if options.window else range(depth),
+        antialias=options.antialias,
     )
     cfg: Any = vit.pretrained_cfg
     return Network(
@@ -106,11 +111,18 @@ class PlainViT(nn.Module):
         scales: strides of the feature maps, in patches.
         window: side of the windows in patches, 0 for none.
         whole: blocks that attend to the whole image.
+        antialias: of the positions that are interpolated.
     """
 
     def __init__(
-        self, vit: VisionTransformer, scales: Sequence[float], *, window: int, whole: Sequence[int] | set[int]
-    ):
+        self,
+        vit: VisionTransformer,
+        scales: Sequence[float],
+        *,
+        window: int,
+        whole: Sequence[int] | set[int],
+        antialias: bool = False,
+    ) -> None:
         super().__init__()
         unused: Any = without_head(vit)
         if window:
@@ -120,7 +132,7 @@ class PlainViT(nn.Module):
             vit.num_prefix_tokens = 0
         self.vit = vit
         self.pyramid = FeaturePyramid(vit.embed_dim, scales)
-        self.window, self.whole = window, frozenset(whole)
+        self.window, self.whole, self.antialias = window, frozenset(whole), antialias
 
     def forward(self, images: Tensor, padding_mask: Tensor | None = None) -> list[Tensor]:
         """Normalised images (B, 3, H, W), mask (B, H, W) bool, True = padding -> maps (B, C, h, w), fine to coarse."""
@@ -132,7 +144,7 @@ class PlainViT(nn.Module):
 
     def _with_positions(self, patches: Tensor, padding: Tensor) -> Tensor:
         """(B, h, w, C) -> (B, S, C): add the positions, and the tokens before the patches."""
-        prefix, places = positions_of(self.vit, padding)
+        prefix, places = positions_of(self.vit, padding, antialias=self.antialias)
         tokens = (patches + places).flatten(1, 2)
         if prefix.shape[1]:  # some runtimes cannot join a part without tokens
             tokens = torch.cat([prefix.expand(patches.shape[0], -1, -1), tokens], dim=1)
@@ -206,7 +218,7 @@ def positions_of(vit: VisionTransformer, padding: Tensor, *, antialias: bool = F
         return prefix, prefix.new_zeros(1, 1, 1, 1)
     count = vit.pos_embed.shape[1] - vit.patch_embed.num_patches
     table = vit.pos_embed[0, count:].unflatten(0, vit.patch_embed.grid_size)
-    if count:
+    if count and prefix.shape[1]:
         prefix = prefix + F.pad(vit.pos_embed[:, :count], (0, 0, 0, prefix.shape[1] - count))
     return prefix, interpolated_positions(table, padding, antialias=antialias).to(table.dtype)
 

@@ -39,9 +39,13 @@ def build_windowed_vit(
         raise InputError(f"maps={maps}: expected blocks of {name}, 0 to {depth - 1}, in ascending order")
     if unknown := sorted(block for block in whole if block >= depth):
         raise InputError(f"global_blocks={sorted(whole)}: there is no block {unknown[0]}; {name} has 0 to {depth - 1}")
+    if not options.class_token:  # their positions stay in the table
+        unused: Any = vit
+        unused.cls_token = unused.reg_token = unused.dist_token = None
+        vit.num_prefix_tokens = 0
     cfg: Any = vit.pretrained_cfg
     return Network(
-        body=WindowedViT(vit, maps, windows=options.windows, whole=whole),
+        body=WindowedViT(vit, maps, windows=options.windows, whole=whole, antialias=options.antialias),
         channels=(vit.embed_dim,) * len(maps),
         strides=(patch,) * len(maps),
         stages=("vit.patch_embed", *(f"vit.blocks.{index}" for index in range(depth))),
@@ -55,9 +59,9 @@ class WindowedViT(nn.Module):
     """Blocks in windows, each with its own class and register tokens, and blocks over all tokens of an image.
 
     A block over the whole image attends to the class and register tokens of all windows. Each map passes through the
-    last norm of the network. Positions are interpolated with antialiasing over each image without its padding, which
-    is masked in every attention; the released code stretches every image to a square without padding. The windows
-    divide the padded batch: they lie differently in an image beside a larger one.
+    last norm of the network. Positions are interpolated over each image without its padding, which is masked in every
+    attention; the released codes stretch every image to a square without padding. The windows divide the padded batch:
+    they lie differently in an image beside a larger one.
 
     Args:
         vit: network of timm; its head is removed. Blocks after the last map do not learn; they are kept because
@@ -65,12 +69,15 @@ class WindowedViT(nn.Module):
         maps: blocks, from 0, whose outputs are the maps.
         windows: N; 1: all blocks see the whole image.
         whole: blocks that attend to the whole image.
+        antialias: of the positions that are interpolated.
     """
 
-    def __init__(self, vit: VisionTransformer, maps: Sequence[int], *, windows: int, whole: set[int]) -> None:
+    def __init__(
+        self, vit: VisionTransformer, maps: Sequence[int], *, windows: int, whole: set[int], antialias: bool
+    ) -> None:
         super().__init__()
         self.vit = without_head(vit)
-        self.maps, self.windows, self.whole = tuple(maps), windows, frozenset(whole)
+        self.maps, self.windows, self.whole, self.antialias = tuple(maps), windows, frozenset(whole), antialias
         for block in list(vit.blocks)[maps[-1] + 1 :]:
             block.requires_grad_(False)
 
@@ -78,12 +85,13 @@ class WindowedViT(nn.Module):
         """Normalised images (B, 3, H, W), mask (B, H, W) bool, True = padding -> a map (B, C, h, w) for each block."""
         vit, count = self.vit, self.windows
         patches, padding = embedded_patches(vit, images, padding_mask, count)
-        prefix, places = positions_of(vit, padding, antialias=True)
+        prefix, places = positions_of(vit, padding, antialias=self.antialias)
         tokens = in_windows(vit.pos_drop(patches + places), count)  # (B V, s, C)
-        ahead = padding.new_zeros(1, prefix.shape[1]).expand(tokens.shape[0], -1)
-        seen = torch.cat([ahead, in_windows(padding[..., None], count)[..., 0]], dim=1)
-        tokens = vit.norm_pre(torch.cat([prefix.expand(tokens.shape[0], -1, -1), tokens], dim=1))
-        return self._blocks(tokens, seen, padding)
+        seen = in_windows(padding[..., None], count)[..., 0]
+        if prefix.shape[1]:  # some runtimes cannot join a part without tokens
+            seen = torch.cat([padding.new_zeros(1, prefix.shape[1]).expand(tokens.shape[0], -1), seen], dim=1)
+            tokens = torch.cat([prefix.expand(tokens.shape[0], -1, -1), tokens], dim=1)
+        return self._blocks(vit.norm_pre(tokens), seen, padding)
 
     def _blocks(self, tokens: Tensor, padding: Tensor, grid: Tensor) -> list[Tensor]:
         """Tokens (B V, T + s, C), their mask (B V, T + s) and that of the patches (B, h, w) -> maps (B, C, h, w)."""

@@ -49,8 +49,10 @@ class VitConfig:
 
     window: int = not_negative(0, 1024)  # side of the windows of attention in patches; 0: every block sees the image
     global_blocks: list[int] = indices()  # blocks that see the whole image; empty: four, evenly spaced; needs window
-    maps: list[int] = indices()  # blocks whose outputs are the feature maps, all of one stride (RF-DETR)
+    maps: list[int] = indices()  # blocks whose outputs are the feature maps, all of one stride (RF-DETR, LW-DETR)
     windows: int = positive(1, 64)  # with maps: windows per side of an image; global_blocks then has no default
+    class_token: bool = True  # with maps: keep the class and register tokens; false: patches alone (LW-DETR)
+    antialias: bool = False  # interpolate the learned positions with antialiasing (DINOv2, RF-DETR)
     drop_path: float = below_one(0.0)  # stochastic depth of the last block; it rises from 0 at the first
     options: dict[str, Any] = arguments()  # further arguments of timm.create_model, as model.options of a classifier
 

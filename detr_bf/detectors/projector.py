@@ -22,6 +22,7 @@ from detr_bf.transformer import FeatureTokens
 # Strides in cells of the maps; with patches of 16 pixels these have the stride of the level P4 of a pyramid.
 PROJECTED_LEVELS = {"P3": 0.5, "P4": 1.0, "P5": 2.0}
 BOTTLENECKS = 3
+WIDE = 512  # maps with more channels are narrowed before they are enlarged
 NORM_EPS = 1e-6  # of the layer norms
 Norm = Callable[[int], nn.Module]
 
@@ -59,7 +60,7 @@ class LevelProjection(nn.Module):
     def __init__(self, channels: Sequence[int], dim: int, scale: float, norm: Norm) -> None:
         super().__init__()
         self.resize = nn.ModuleList(_resized(count, scale, norm) for count in channels)
-        widths = [count // 2 if scale < 1 else count for count in channels]
+        widths = [finer_width(count) if scale < 1 else count for count in channels]
         self.block = BottleneckBlock(sum(widths), dim, norm)
         self.norm = LayerNorm2d(dim, eps=NORM_EPS)
 
@@ -70,11 +71,24 @@ class LevelProjection(nn.Module):
         return level
 
 
-def _resized(channels: int, scale: float, norm: Norm) -> nn.Module:
-    """Build the convolution that changes the stride of a map by ``scale``; finer maps have half the channels."""
-    if scale < 1:
-        return nn.ConvTranspose2d(channels, channels // 2, 2, stride=2)
-    return ProjectorConvolution(channels, channels, norm, 3, 2, nn.ReLU()) if scale > 1 else nn.Identity()
+def finer_width(channels: int) -> int:
+    """Return the channels of a map that is enlarged: half of them, or a quarter of many."""
+    return channels // 2 if channels <= WIDE else channels // 4
+
+
+def _resized(channels: int, scale: float, norm: Norm) -> nn.Sequential:
+    """Build the convolutions that change the stride of a map by ``scale``."""
+    if scale == 1:
+        return nn.Sequential()
+    if scale > 1:
+        return nn.Sequential(ProjectorConvolution(channels, channels, norm, 3, 2, nn.ReLU()))
+    if channels <= WIDE:
+        return nn.Sequential(nn.ConvTranspose2d(channels, finer_width(channels), 2, stride=2))
+    half = channels // 2
+    return nn.Sequential(
+        ProjectorConvolution(channels, half, norm, activation=nn.ReLU()),
+        nn.ConvTranspose2d(half, finer_width(channels), 2, stride=2),
+    )
 
 
 class BottleneckBlock(nn.Module):

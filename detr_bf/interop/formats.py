@@ -77,6 +77,20 @@ def _rtdetr() -> Iterator[Format]:
     yield Format("hf_dfine", huggingface.hf_dfine, (*signs, *own), "Hugging Face D-FINE", None, ())
 
 
+def _rfdetr() -> Iterator[Format]:
+    """Yield the formats of RF-DETR and LW-DETR, the authors' and Hugging Face's."""
+    signs = ("backbone.0.projector.stages.0.0.cv1", "transformer.enc_out_bbox_embed.0", "query_feat")
+    unused = ("mask_token", "_kp_active_mask")
+    yield Format("rfdetr", official.official_rfdetr, signs, "official RF-DETR", ignored=unused)
+    sign = "backbone.0.encoder.blocks.0.attn.q_bias"
+    yield Format("lwdetr", official.official_lwdetr, (*signs, sign), "official LW-DETR", ignored=())
+    signs = ("model.enc_out_bbox_embed.0", "model.query_feat")
+    sign = "model.backbone.projector.projector_layer"
+    yield Format("hf_rfdetr", huggingface.hf_rfdetr, (*signs, sign), "Hugging Face RF-DETR", None, ("mask_token",))
+    sign = "model.backbone.projector.scale_layers.0.projector_layer"
+    yield Format("hf_lwdetr", huggingface.hf_lwdetr, (*signs, sign), "Hugging Face LW-DETR", None, ())
+
+
 def _detectron2() -> Iterator[Format]:
     """Yield the formats inside detectron2: our adapter's and official DETR's."""
     adapter = ("detector.decoder.queries", "detector.decoder.heads.classes")
@@ -157,21 +171,7 @@ FORMATS = (
         "official DINO",
     ),
     *_rtdetr(),
-    Format(
-        "rfdetr",
-        official.official_rfdetr,
-        ("backbone.0.projector.stages.0.0.cv1", "transformer.enc_out_bbox_embed.0", "query_feat"),
-        "official RF-DETR",
-        ignored=("mask_token", "_kp_active_mask"),
-    ),
-    Format(
-        "hf_rfdetr",
-        huggingface.hf_rfdetr,
-        ("model.backbone.projector.projector_layer", "model.enc_out_bbox_embed.0", "model.query_feat"),
-        "Hugging Face RF-DETR",
-        wrapper=None,
-        ignored=("mask_token",),
-    ),
+    *_rfdetr(),
     *_hugging_face("detr", huggingface.hf_detr, (f"{_ATTENTION}.q_proj", "class_labels_classifier", "bbox_predictor")),
     *_hugging_face(
         "conditional_detr",

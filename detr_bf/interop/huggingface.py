@@ -15,6 +15,8 @@ from detr_bf.interop.official import (
     RTDETR_LEVELS,
     VD_BLOCKS,
     VD_STEM,
+    VIT_BLOCKS,
+    VIT_MAPS,
     bottlenecks,
     deformable_attention,
     deformable_heads,
@@ -152,9 +154,43 @@ def hf_rfdetr(layout: Layout) -> Iterator[NameRule]:
     """RfDetrForObjectDetection, without the token of masked patches; its projector has one level."""
     attention = [f"attention.{letter}_proj" for letter in "qkvo"]
     yield from dinov2("model.backbone.backbone", attention)
-    theirs, ours = "model.backbone.projector", "tokens.projections.0"
+    yield from _projection("model.backbone.projector", 0)
+    yield from _rfdetr_decoder(layout)
+
+
+def hf_lwdetr(layout: Layout) -> Iterator[NameRule]:
+    """LwDetrForObjectDetection, whose keys in the backbone have no bias, of which attention does not depend."""
+    vit, body = "model.backbone.backbone", f"{BODY}.vit"
+    yield rename(f"{vit}.embeddings.position_embeddings", f"{body}.pos_embed")
+    yield rename(f"{vit}.embeddings.projection", f"{body}.patch_embed.proj")
+    names = {"attention.o_proj": "attn.proj", "intermediate": "mlp", "gamma_1": "ls1.gamma", "gamma_2": "ls2.gamma"}
+    names |= {"layernorm_before": "norm1", "layernorm_after": "norm2"}
+    for block in range(VIT_BLOCKS):
+        theirs, ours = f"{vit}.encoder.layer.{block}", f"{body}.blocks.{block}"
+        query, key, value = (f"{theirs}.attention.{letter}_proj" for letter in "qkv")
+        weights = tuple(f"{name}.weight" for name in (query, key, value))
+        yield NameRule(weights, (f"{ours}.attn.qkv.weight",), joined=True)
+        yield NameRule((f"{query}.bias", "", f"{value}.bias"), (f"{ours}.attn.qkv.bias",), joined=True)
+        for name, place in names.items():
+            yield rename(f"{theirs}.{name}", f"{ours}.{place}")
+    for level in range(RTDETR_LEVELS):
+        scale = f"model.backbone.projector.scale_layers.{level}"
+        yield from _projection(scale, level)
+        for number in range(VIT_MAPS):
+            theirs, ours = f"{scale}.sampling_layers.{number}.layers", f"tokens.projections.{level}.resize.{number}"
+            yield rename(theirs, ours)
+            yield from normed_convolution(f"{theirs}.0", f"{ours}.0", (("conv", "0"), ("norm", "1")))
+    yield from _rfdetr_decoder(layout)
+
+
+def _projection(theirs: str, level: int) -> Iterator[NameRule]:
+    """Yield the rules of one level of the projector of RF-DETR and LW-DETR."""
+    ours = f"tokens.projections.{level}"
     yield rename(f"{theirs}.layer_norm", f"{ours}.norm")
     yield from bottlenecks(f"{theirs}.projector_layer", f"{ours}.block", "bottlenecks", "conv", "norm")
+
+
+def _rfdetr_decoder(layout: Layout) -> Iterator[NameRule]:
     yield from rfdetr_queries("model", ("model.query_feat", "model.reference_point_embed"))
     for theirs, ours in _layers("decoder", layout.decoder_layers):
         yield from _attention(f"{theirs}.self_attn", f"{ours}.self_attention.attention")

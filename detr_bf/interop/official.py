@@ -495,14 +495,35 @@ def official_rfdetr(layout: Layout) -> Iterator[NameRule]:
     """roboflow/rf-detr, without the token of masked patches and the mask of keypoints, which are not used."""
     attention = [f"attention.attention.{name}" for name in ("query", "key", "value")]
     yield from dinov2("backbone.0.encoder.encoder", (*attention, "attention.output.dense"))
+    yield from _rfdetr_without_backbone(layout)
+
+
+def official_lwdetr(layout: Layout) -> Iterator[NameRule]:
+    """Atten4Vis/LW-DETR, whose keys in the backbone have no bias, of which attention does not depend."""
+    vit, body = "backbone.0.encoder", f"{BODY}.vit"
+    yield rename(f"{vit}.pos_embed", f"{body}.pos_embed")
+    yield rename(f"{vit}.patch_embed", f"{body}.patch_embed")
+    names = {name: name for name in ("norm1", "norm2", "mlp", "attn.proj")}
+    names |= {"attn.qkv.weight": "attn.qkv.weight", "gamma_1": "ls1.gamma", "gamma_2": "ls2.gamma"}
+    for block in range(VIT_BLOCKS):
+        theirs, ours = f"{vit}.blocks.{block}", f"{body}.blocks.{block}"
+        biases = (f"{theirs}.attn.q_bias", "", f"{theirs}.attn.v_bias")
+        yield NameRule(biases, (f"{ours}.attn.qkv.bias",), joined=True)
+        for name, place in names.items():
+            yield rename(f"{theirs}.{name}", f"{ours}.{place}")
+    yield from _rfdetr_without_backbone(layout)
+
+
+def _rfdetr_without_backbone(layout: Layout) -> Iterator[NameRule]:
+    """Yield the rules of the projector, the queries and the decoder of RF-DETR and LW-DETR."""
     for level in range(RTDETR_LEVELS):
         theirs, ours = f"backbone.0.projector.stages.{level}", f"tokens.projections.{level}"
         yield rename(f"{theirs}.1", f"{ours}.norm")
         yield from bottlenecks(f"{theirs}.0", f"{ours}.block", "m", "cv", "bn")
         for number in range(VIT_MAPS):
-            theirs, place = f"backbone.0.projector.stages_sampling.{level}.{number}.0", f"{ours}.resize.{number}"
-            yield from normed_convolution(theirs, place, (("conv", "0"), ("bn", "1")))
+            theirs, place = f"backbone.0.projector.stages_sampling.{level}.{number}", f"{ours}.resize.{number}"
             yield rename(theirs, place)
+            yield from normed_convolution(f"{theirs}.0", f"{place}.0", (("conv", "0"), ("bn", "1")))
     yield from rfdetr_queries("transformer", ("query_feat", "refpoint_embed"))
     for theirs, ours in _decoder_layers(layout):
         yield from _decoder_layer(theirs, ours)

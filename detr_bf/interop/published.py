@@ -29,6 +29,7 @@ _R101, _R101VD = ("model.backbone.name=resnet101",), ("model.backbone.name=resne
 _R34VD = ("model.backbone.name=resnet34vd", "model.decoder_layers=4")
 _R50_M = ("model.rtdetr.expansion=0.5",)
 _R101_WIDE = (*_R101VD, "model.rtdetr.encoder_dim=384", "model.rtdetr.encoder_feedforward_dim=2048")
+_LWDETR = ("tiny", "small", "medium", "large", "xlarge")
 _RFDETR = ("nano", "small", "base", "large")
 _DISCRETE = ("model.rtdetr.sampling=discrete",)
 
@@ -49,7 +50,7 @@ class PublishedWeights:
     @property
     def file(self) -> str:
         """Name of the file in the cache and on a mirror."""
-        if self.url.startswith(HUB):
+        if self.url.endswith("/model.safetensors"):
             return f"{self.source.removeprefix(HUB).strip('/').replace('/', '--')}.safetensors"
         return self.url.rsplit("/", 1)[-1] or f"{self.name}.pth"
 
@@ -236,6 +237,13 @@ def _dfine() -> Iterator[PublishedWeights]:
         yield PublishedWeights(name, name.removesuffix("_o365"), (), page, f"{base}/{file}.pth", "apache-2.0")
 
 
+def _lwdetr() -> Iterator[PublishedWeights]:
+    page, files = "https://github.com/Atten4Vis/LW-DETR", f"{HUB}/xbsu/LW-DETR/resolve/main/pretrain_weights"
+    for size in _LWDETR:
+        name = f"lwdetr_{size}"
+        yield PublishedWeights(name, name, (), page, f"{files}/LWDETR_{size}_60e_coco.pth", "apache-2.0")
+
+
 def _hugging_face() -> Iterator[PublishedWeights]:
     """Yield files ``model.safetensors`` of transformers, under a name of ours if there is no file of the authors."""
     for name, hub_id, recipe, settings, megabytes, sha256 in (
@@ -280,6 +288,7 @@ def _hugging_face() -> Iterator[PublishedWeights]:
         ("", "PekingU/rtdetr_v2_r50vd", "rtdetrv2_r50", (), 172, None),
         ("", "PekingU/rtdetr_v2_r101vd", "rtdetrv2_r50", _R101_WIDE, None, None),
         *((f"rfdetr_{each}", f"Roboflow/rf-detr-{each}", f"rfdetr_{each}", (), None, None) for each in _RFDETR),
+        *(("", f"AnnaZhang/lwdetr_{each}_60e_coco", f"lwdetr_{each}", (), None, None) for each in _LWDETR),
         ("", "ustc-community/dfine-nano-coco", "dfine_n", (), 15.3, None),
         ("", "ustc-community/dfine-small-coco", "dfine_s", (), 41.5, None),
         ("", "ustc-community/dfine-medium-coco", "dfine_m", (), 78.7, None),
@@ -335,5 +344,5 @@ def _by_hand() -> Iterator[PublishedWeights]:
             yield PublishedWeights(name, name.removesuffix("_3pat"), settings, page, "", licence)
 
 
-_ROWS = (_detr, _conditional_detr, _h_deformable_detr, _rtdetr, _dfine, _hugging_face, _by_hand)
+_ROWS = (_detr, _conditional_detr, _h_deformable_detr, _rtdetr, _dfine, _lwdetr, _hugging_face, _by_hand)
 _TABLE = {row.name: row for rows in _ROWS for row in rows()}

@@ -29,7 +29,7 @@ class NameRule:
     dim: int = 0
     copies: tuple[str, ...] = ()  # our other names of the whole tensor: a module that is used twice
     older: tuple[str, ...] = ()  # further foreign names, read but not written
-    joined: bool = False  # ours is one tensor, the concatenation of theirs along dim
+    joined: bool = False  # ours is one tensor, the concatenation of theirs along dim; an empty name: zeros
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def rename(theirs: str | Sequence[str], ours: str, *, older: Sequence[str] = ())
 def within(module: str, rules: Iterable[NameRule]) -> Iterator[NameRule]:
     """Yield ``rules`` with all foreign names inside the foreign ``module``."""
     for rule in rules:
-        theirs, older = (tuple(f"{module}.{name}" for name in names) for names in (rule.theirs, rule.older))
+        theirs, older = (tuple(name and f"{module}.{name}" for name in names) for names in (rule.theirs, rule.older))
         yield replace(rule, theirs=theirs, older=older)
 
 
@@ -97,11 +97,12 @@ def to_ours(state: State, rules: Sequence[NameRule]) -> tuple[dict[str, Tensor],
             continue
         rule, below = known[found], name[len(found) :]
         if rule.joined:
-            names = [part + below for part in rule.theirs]
-            if any(each not in state for each in names):
+            names = [part and part + below for part in rule.theirs]
+            if any(each not in state for each in filter(None, names)):
                 unknown.append(name)
             elif name == names[0]:  # the other parts are read with the first
-                _put(ours, rule.ours[0] + below, torch.cat([state[each] for each in names], rule.dim), name)
+                parts = [state[each] if each else torch.zeros_like(tensor) for each in names]
+                _put(ours, rule.ours[0] + below, torch.cat(parts, rule.dim), name)
             continue
         for part, value in zip(rule.ours, _parts(tensor, len(rule.ours), rule.dim, name), strict=True):
             _put(ours, part + below, value, name)
@@ -123,7 +124,7 @@ def to_theirs(state: State, rules: Sequence[NameRule]) -> tuple[dict[str, Tensor
         elif found == rule.ours[0]:  # the other parts are written with the first
             if rule.joined:
                 pieces = _parts(tensor, len(rule.theirs), rule.dim, name)
-                theirs |= {target + below: piece for target, piece in zip(rule.theirs, pieces, strict=True)}
+                theirs |= {part + below: piece for part, piece in zip(rule.theirs, pieces, strict=True) if part}
                 continue
             parts = [state[part + below] for part in rule.ours]
             whole = tensor if len(parts) == 1 else torch.cat(parts, rule.dim)
@@ -138,7 +139,7 @@ def unknown_names(names: Iterable[str], rules: Sequence[NameRule]) -> list[str]:
 
 
 def _by_their_name(rules: Sequence[NameRule]) -> dict[str, NameRule]:
-    return {name: rule for rule in rules for name in (*rule.theirs, *rule.older)}
+    return {name: rule for rule in rules for name in (*rule.theirs, *rule.older) if name}
 
 
 def _longest(name: str, known: Mapping[str, NameRule]) -> str | None:

@@ -58,6 +58,7 @@ def theirs() -> nn.Module:
 def ours() -> Detector:
     vit = VitOptions(
         global_blocks=[1, 3, 4],
+        antialias=True,
         maps=[0, 2, 3],
         windows=2,
         options={
