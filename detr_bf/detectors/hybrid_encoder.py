@@ -142,7 +142,12 @@ def without_updating_statistics(module: nn.Module) -> Iterator[None]:
 
 
 class CheckedNorm(nn.BatchNorm2d):
-    """Batch norm that refuses one image of one cell in training: one value has no variance."""
+    """Batch norm that refuses one image of one cell in training: one value has no variance.
+
+    On CPUs the backward pass of torch 2.14 is wrong for a contiguous input (1, C, h, w) if the gradient of the output
+    is dense in the order of channels_last but has another stride of the batch dimension, as that of tokens made of
+    maps has. With an input in channels_last it is right.
+    """
 
     def forward(self, input: Tensor) -> Tensor:  # name of the base class
         if self.training and input[:, 0].numel() == 1:
@@ -150,6 +155,8 @@ class CheckedNorm(nn.BatchNorm2d):
                 "batch norm needs more than one value per channel in training, and the batch is one image of one cell "
                 "on the coarsest level: use larger images or train.batch_size=2 or more"
             )
+        if self.training and input.shape[0] == 1:
+            input = input.contiguous(memory_format=torch.channels_last)
         return super().forward(input)
 
 

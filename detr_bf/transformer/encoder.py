@@ -60,8 +60,7 @@ class FeatureTokens(nn.Module):
         extents = [tensor_on(mask.device, [mask.shape[2], mask.shape[1]]) for mask in masks]
         positions = {} if self.position is None else {"position": self._positions(self.position, masks)}
         return TokenBatch(
-            # flatten(2).transpose(1, 2) would give gradients of strides with which batch norms go wrong (torch#BN1).
-            torch.cat([level.tensor.permute(0, 2, 3, 1).flatten(1, 2) for level in levels], dim=1),
+            torch.cat([level.tensor.flatten(2).transpose(1, 2) for level in levels], dim=1),
             positions
             | {
                 "padding_mask": torch.cat([mask.flatten(1) for mask in masks], dim=1),

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 
 from detr_bf.acceleration.model import accelerate
 from detr_bf.common.errors import InputError
-from detr_bf.common.structures import Batch, Target
+from detr_bf.common.structures import Batch, FeatureMap, Target
 from detr_bf.detectors import Detector, MaskHead, Options
 from detr_bf.detectors.denoising import ContrastiveDenoising
 from detr_bf.detectors.hybrid_encoder import (
+    CheckedNorm,
     NormedConvolution,
     RepVggBlock,
     cell_position,
@@ -265,3 +266,31 @@ def test_norms_without_running_statistics_are_not_folded() -> None:
     x = torch.randn(2, 6, 9, 7)
     with torch.no_grad():
         assert torch.equal(module.eval()(x), module.norm(module.convolution(x)))
+
+
+@every_hybrid
+def test_one_image_gets_the_gradients_of_the_formula(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compare with batch norms written out, in float64; torch's backward pass depends on strides for one image."""
+    module = shaken(model(name, dropout=0.0)).double().train()
+    levels = [
+        FeatureMap(torch.rand(1, *each.tensor.shape[1:], dtype=torch.float64), each.padding_mask[:1])
+        for each in module.backbone(images().images, images().padding_mask)
+    ]
+    padding = images().padding_mask[:1]
+
+    def gradients() -> list[Tensor]:
+        outputs = module.detect(levels, padding)
+        return torch.autograd.grad(outputs.logits.square().sum() + outputs.boxes.sum(), trained, allow_unused=True)
+
+    trained = [parameter for part in (module.encoder, module.tokens) for parameter in part.parameters()]
+    found = gradients()
+    monkeypatch.setattr(CheckedNorm, "forward", normed)
+    for one, other in zip(found, gradients(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-8)
+
+
+def normed(norm: nn.BatchNorm2d, x: Tensor) -> Tensor:
+    """Batch norm in training, by its formula."""
+    centred = x - x.mean((0, 2, 3), keepdim=True)
+    scale = norm.weight[:, None, None] / (centred.square().mean((0, 2, 3), keepdim=True) + norm.eps).sqrt()
+    return centred * scale + norm.bias[:, None, None]
