@@ -87,8 +87,8 @@ def _rfdetr() -> Iterator[Format]:
     signs = ("model.enc_out_bbox_embed.0", "model.query_feat")
     sign = "model.backbone.projector.projector_layer"
     yield Format("hf_rfdetr", huggingface.hf_rfdetr, (*signs, sign), "Hugging Face RF-DETR", None, ("mask_token",))
-    sign = "model.backbone.projector.scale_layers.0.projector_layer"
-    yield Format("hf_lwdetr", huggingface.hf_lwdetr, (*signs, sign), "Hugging Face LW-DETR", None, ())
+    own = ("model.backbone.projector.scale_layers.0.projector_layer", "model.backbone.backbone.encoder.layer.0.gamma_1")
+    yield Format("hf_lwdetr", huggingface.hf_lwdetr, (*signs, *own), "Hugging Face LW-DETR", None, ())
 
 
 def _detectron2() -> Iterator[Format]:

@@ -555,5 +555,8 @@ def test_published_recipes_of_detectors_round_no_side_and_fine_tuning_does() -> 
         if "coco" in load(name).data.train.images:
             assert load(name).size_divisor == 1, name
         tuned = load_config([CONFIGS / name, CONFIGS / "finetune.yaml"])
-        windows = tuned.model.backbone.vit.windows
-        assert tuned.size_divisor == max(tuned.model.all_strides) * windows >= 16, name
+        backbone, coarsest = tuned.model.backbone, max(tuned.model.all_strides)
+        side = backbone.strides[-1] * backbone.vit.windows  # of the smallest image of whole windows
+        assert 16 <= tuned.size_divisor <= max(coarsest, side), name
+        assert not tuned.size_divisor % coarsest, name
+        assert not tuned.size_divisor % side, name

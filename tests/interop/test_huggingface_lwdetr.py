@@ -99,9 +99,7 @@ def ours(levels: Sequence[str], width: int) -> Detector:
         num_queries=QUERIES,
         groups=query_groups(QUERIES, group_detr=GROUPS),
     )
-    return DETECTORS["rfdetr"](
-        backbone, backbone.channels, options, cross_heads=8, levels=levels, layer_norm=False
-    )
+    return DETECTORS["rfdetr"](backbone, backbone.channels, options, cross_heads=8, levels=levels, layer_norm=False)
 
 
 def both(levels: Sequence[str], width: int) -> tuple[nn.Module, Detector, Tensor, Tensor]:
