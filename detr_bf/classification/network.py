@@ -88,6 +88,8 @@ def _of_timm(name: str, pretrained: bool, given: Mapping[str, Any]) -> nn.Module
             f"model.pretrained=true: the weights of {name} cannot be loaded ({error}). Give a file with "
             "init_from=FILE, or train from scratch with model.pretrained=false"
         ) from error
+    except InputError:  # of a layer of model.variant
+        raise
     except _MISFIT as error:
         weights = " with its pretrained weights" if pretrained else ""
         raise InputError(f"model.name={name}{weights} does not take {given}: {error}") from error

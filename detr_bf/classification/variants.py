@@ -1,8 +1,8 @@
 """Changed vision transformers that papers compare their methods with: other attention, MLP, or one more block.
 
-``model.variant`` chooses one. They are parts of the network with weights of their own, not plug-ins: they are active in
-training and in evaluation, cannot be removed, and have no published weights. In Python, ``timm.create_model(name,
-attn_layer=TalkingHeads)`` and so on.
+``model.variant`` chooses one, in Python the argument ``variant`` of
+:func:`detr_bf.classification.network.build_network`. They are parts of the network with weights of their own, not
+plug-ins: they are active in training and in evaluation, cannot be removed, and have no published weights.
 
 Shape legend: R images, S tokens with the class token, C channels, H heads, D = C / H channels of a head.
 """
@@ -55,8 +55,8 @@ class TalkingHeads(TalkingHeadAttn):
     ) -> None:
         if qk_norm or scale_norm or not proj_bias:
             raise InputError(
-                f"talking heads have no qk_norm={qk_norm}, scale_norm={scale_norm} or proj_bias={proj_bias}: choose a "
-                "model without norms in its attention, such as deit_small_patch16_224"
+                f"model.variant=talking_heads has no qk_norm={qk_norm}, scale_norm={scale_norm} or proj_bias={proj_bias}: "
+                "choose a model without norms in its attention, such as deit_small_patch16_224"
             )
         super().__init__(dim, num_heads, device=device, dtype=dtype, **settings)
         self.proj_l = nn.Linear(num_heads, num_heads, bias=False, device=device, dtype=dtype)
@@ -96,9 +96,12 @@ class UniformHeadAttention(Attention):
         **settings: Any,
     ) -> None:
         if num_heads < 2 or dim % num_heads:
-            raise InputError(f"num_heads={num_heads}: a uniform head needs two or more heads that divide {dim}")
+            raise InputError(
+                f"model.variant=uniform_head needs two or more heads that divide the width {dim}, got {num_heads}: change "
+                "model.options.num_heads"
+            )
         if scale_norm:
-            raise InputError("a uniform head has no scale_norm: choose a model without it")
+            raise InputError("model.variant=uniform_head has no norm of all heads: give scale_attn_norm=false")
         width = dim // num_heads
         own = {"device": device, "dtype": dtype}
         super().__init__(dim, num_heads - 1, attn_head_dim=width, qkv_bias=qkv_bias, **own, **settings)
@@ -144,6 +147,9 @@ class ExtraBlock(nn.Module):
     Args:
         last: timm's ``Block`` of the same network, whose modules are copied.
         part: ``attention`` or ``mlp``.
+
+    Raises:
+        InputError: the MLP has a norm of its hidden layer.
     """
 
     def __init__(self, last: nn.Module, part: str) -> None:
@@ -153,6 +159,8 @@ class ExtraBlock(nn.Module):
             self.add_module(name, copy.deepcopy(getattr(last, name)))
         if part == "mlp":
             mlp: Any = self.mlp
+            if not isinstance(mlp.norm, nn.Identity):
+                raise InputError("model.variant=extra_mlp has no norm of its hidden layer: give scale_mlp_norm=false")
             dim, weight = mlp.fc1.in_features, mlp.fc1.weight
             like: dict[str, Any] = {"device": weight.device, "dtype": weight.dtype}
             mlp.fc1 = nn.Linear(dim, 2 * dim, bias=mlp.fc1.bias is not None, **like)
@@ -197,7 +205,8 @@ def complete_variant(network: nn.Module, variant: str) -> None:
     """Append the block that a variant may have to a new network, with initial weights as timm draws them (in-place).
 
     Raises:
-        InputError: the blocks of the network are not timm's ordinary ones, with the layers of the variant.
+        InputError: the blocks of the network are not timm's ordinary ones, with the layers of the variant, or
+            :class:`ExtraBlock` cannot follow them.
     """
     if variant == PLAIN:
         return
