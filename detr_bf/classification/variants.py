@@ -55,8 +55,8 @@ class TalkingHeads(TalkingHeadAttn):
     ) -> None:
         if qk_norm or scale_norm or not proj_bias:
             raise InputError(
-                f"model.variant=talking_heads has no qk_norm={qk_norm}, scale_norm={scale_norm} or proj_bias={proj_bias}: "
-                "choose a model without norms in its attention, such as deit_small_patch16_224"
+                f"model.variant=talking_heads has no qk_norm={qk_norm}, scale_norm={scale_norm} or "
+                f"proj_bias={proj_bias}: choose a model without norms in its attention, such as deit_small_patch16_224"
             )
         super().__init__(dim, num_heads, device=device, dtype=dtype, **settings)
         self.proj_l = nn.Linear(num_heads, num_heads, bias=False, device=device, dtype=dtype)
@@ -97,8 +97,8 @@ class UniformHeadAttention(Attention):
     ) -> None:
         if num_heads < 2 or dim % num_heads:
             raise InputError(
-                f"model.variant=uniform_head needs two or more heads that divide the width {dim}, got {num_heads}: change "
-                "model.options.num_heads"
+                f"model.variant=uniform_head needs two or more heads that divide the width {dim}, got {num_heads}: "
+                "change model.options.num_heads"
             )
         if scale_norm:
             raise InputError("model.variant=uniform_head has no norm of all heads: give scale_attn_norm=false")
