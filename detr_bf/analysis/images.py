@@ -140,7 +140,8 @@ def _heat(model: nn.Module, source: nn.Module, batch: LabelledImages) -> tuple[T
 def _source(model: nn.Module, images: Tensor) -> nn.Module:
     """Return the module whose output the maps are."""
     if isinstance(model, VisionTransformer):
-        return cast("Any", require_vit(model).blocks[-1]).norm1
+        blocks = cast("Any", require_vit(model).blocks)
+        return next(block for block in reversed(blocks) if hasattr(block, "attn")).norm1  # extra_mlp has no norm1
     shapes: list[tuple[str, nn.Module, tuple[int, ...]]] = []
 
     def note(name: str, module: nn.Module, args: Any, output: Any) -> None:

@@ -89,6 +89,7 @@ def build_classifier(config: ClassifierConfig, num_classes: int, *, pretrained: 
         dropout=model.dropout,
         drop_path=model.drop_path,
         experts=model.experts,
+        variant=model.variant,
         options=model.options,
     )
     if model.linear_probe:

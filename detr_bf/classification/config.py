@@ -43,6 +43,9 @@ class ClassifierModelConfig:
     dropout: float = below_one(0.0)  # before the classifier
     drop_path: float = below_one(0.0)  # stochastic depth; 0.1 in DeiT
     experts: int = positive(1, LAYERS)  # experts of RIDE, for ResNets with loss.name=ride; 1: a plain network
+    variant: str = choice(
+        "plain", "talking_heads", "uniform_head", "squeeze_excitation", "extra_attention", "extra_mlp"
+    )  # changed ViT or DeiT of a comparison, see docs/recipes.md
     linear_probe: bool = False  # train only batch norm and a linear classifier on the frozen network
     frozen: bool = False  # train only the classifier and the plug-ins, on the frozen network
 

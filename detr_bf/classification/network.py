@@ -17,6 +17,7 @@ from torch.func import functional_call
 
 from detr_bf.classification.cifar_resnet import cifar_resnet
 from detr_bf.classification.experts import NARROW, ExpertResNet
+from detr_bf.classification.variants import PLAIN, complete_variant, variant_layers
 from detr_bf.common.errors import InputError, prefix_errors
 from detr_bf.common.text import printable
 from detr_bf.common.weights import checkpoint_of, network_of, read_state
@@ -34,6 +35,7 @@ def build_network(
     dropout: float = 0.0,
     drop_path: float = 0.0,
     experts: int = 1,
+    variant: str = PLAIN,
     options: Mapping[str, Any] | None = None,
 ) -> nn.Module:
     """Build a timm model, or ``cifar_resnet`` with its depth, and dry-run it on two images.
@@ -41,13 +43,14 @@ def build_network(
     Args:
         image_size: in pixels.
         experts: more than 1: :class:`ExpertResNet` of residual networks with narrower last stages.
+        variant: changed ViT or DeiT of :mod:`detr_bf.classification.variants`.
         options: further arguments of ``timm.create_model``.
 
     Raises:
         InputError: there is no such model, it does not accept the settings or the images, or its weights cannot be
             loaded.
     """
-    chosen = dict(options or {})
+    chosen = {**variant_layers(variant, name, pretrained), **(options or {})}
     if experts > 1:
         _reject_settings("model.experts", {"pretrained": pretrained, "dropout": dropout})
     build: Callable[[], nn.Module]
@@ -68,6 +71,7 @@ def build_network(
             network: nn.Module = ExpertResNet([build() for _ in range(experts)], num_classes)
     else:
         network = build()
+    complete_variant(network, variant)
     check_shapes(network, name, image_size=image_size, num_classes=num_classes)
     return network
 
@@ -84,6 +88,8 @@ def _of_timm(name: str, pretrained: bool, given: Mapping[str, Any]) -> nn.Module
             f"model.pretrained=true: the weights of {name} cannot be loaded ({error}). Give a file with "
             "init_from=FILE, or train from scratch with model.pretrained=false"
         ) from error
+    except InputError:  # of a layer of model.variant
+        raise
     except _MISFIT as error:
         weights = " with its pretrained weights" if pretrained else ""
         raise InputError(f"model.name={name}{weights} does not take {given}: {error}") from error

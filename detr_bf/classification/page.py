@@ -31,7 +31,8 @@ def _sentences(config: ClassifierConfig) -> list[str]:
     added = f"with {'; '.join(plugins)}" if plugins else "without plug-ins"
     probe = "Linear probe of " if config.model.linear_probe else ""
     experts = f" of {config.model.experts} experts" if config.model.experts > 1 else ""
-    return [f"{probe}{config.model.name}{experts} {added}.", f"Loss: {loss}.", data_sentence(config.data)]
+    variant = "" if config.model.variant == "plain" else f", variant {config.model.variant.replace('_', ' ')},"
+    return [f"{probe}{config.model.name}{experts}{variant} {added}.", f"Loss: {loss}.", data_sentence(config.data)]
 
 
 def plugin_names(config: ClassifierConfig) -> list[str]:

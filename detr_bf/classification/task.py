@@ -241,11 +241,12 @@ class ClassificationTask(ImageTask[ClassifierConfig]):
                 f"{source} was trained with model.linear_probe=true: its head has a batch norm, which the plain "
                 "network does not have. Deploy the run itself (detr_bf.load_classifier)"
             )
-        if config.model.experts > 1:
-            raise InputError(
-                f"{source} has model.experts={config.model.experts}, which no network of timm has. Deploy the run "
-                "itself (detr_bf.load_classifier)"
-            )
+        for setting, usual in (("experts", 1), ("variant", "plain")):
+            if (value := getattr(config.model, setting)) != usual:
+                raise InputError(
+                    f"{source} has model.{setting}={value}, which no network of timm has. Deploy the run itself "
+                    "(detr_bf.load_classifier)"
+                )
         plain, kept = replace(config, plugins=PluginsConfig()), without_plugins(checkpoint.weights)
         bare = build_and_load(lambda: build_classifier(plain, num_classes, pretrained=False), kept, source)
         if not same_outputs(self._trained(checkpoint, source), bare, random_images(config)):

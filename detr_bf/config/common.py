@@ -320,7 +320,7 @@ class ContextBroadcastingConfig:
     """Context Broadcasting (Hyeon-Woo et al. 2023, arXiv 2210.08457): add the mean token to all tokens of a block."""
 
     enabled: bool = False  # use this plug-in
-    layers: Any = "upper"  # upper (second half), all, or a list of blocks (encoder layers of a detector) counted from 0
+    layers: Any = "upper"  # upper (second half: our choice), all, or a list of blocks or encoder layers from 0
     position: str = choice(
         "end", "mid", "front", "attention", "both"
     )  # end, mid or front of the feed-forward network; after attention; both: attention and end

@@ -114,7 +114,8 @@ def add_context_broadcasting(
 
     Args:
         model: the bare model.
-        layers: ``upper``, the upper half of the blocks; ``all``; or indices from 0, counted through PiT's stages.
+        layers: ``upper``, the upper half of the blocks; ``all``; or indices from 0, counted through PiT's stages. The
+            paper says "upper layers" (Table 2, section 4.1) and not which: half of the blocks is a choice made here.
         position: in the feed-forward network: ``end``, its output; ``mid``, the input of its last linear layer;
             ``front``, its input. ``attention``: the output of the attention; ``both``: attention and ``end``. Mixer has
             no attention.

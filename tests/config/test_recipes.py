@@ -146,7 +146,7 @@ def test_every_recipe_is_a_row_of_the_guide() -> None:
 @pytest.mark.full
 def test_no_two_rows_of_the_guide_train_the_same() -> None:
     found = [repr({**config_to_dict(load(row.path, *row.settings)), "output_dir": ""}) for row in ROWS]
-    assert len(set(found)) == len(ROWS) == 251
+    assert len(set(found)) == len(ROWS) == 260
 
 
 def test_guide_and_recipe_give_the_same_number() -> None:
@@ -216,9 +216,17 @@ STATED: dict[str, Check] = {  # parts of labels, and the settings they imply
     ),
     "longer warm-up": lambda config, found: config.optimizer.warmup_epochs == 20,
     r"(PiT)-B|(Mixer)-S/16": lambda config, found: config.model.name == ("pit_b_224" if found[1] else "mixer_s16_224"),
-    "upper layers": lambda config, found: config.plugins.context_broadcasting.layers == "upper",
+    "upper half": lambda config, found: config.plugins.context_broadcasting.layers == "upper",
     "all blocks|CB_S": lambda config, found: config.plugins.context_broadcasting.layers == "all",
     "CB_S": lambda config, found: config.plugins.context_broadcasting.scaled,
+    "talking heads": lambda config, found: config.model.variant == "talking_heads",
+    r"(?:uniform head|squeeze and excitation|extra attention|extra MLP)": lambda config, found: (
+        config.model.variant == found[0].lower().replace("squeeze and", "squeeze").replace(" ", "_")
+    ),
+    r"wider (MLP|network)": lambda config, found: (
+        ("mlp_ratio" if found[1] == "MLP" else "embed_dim") in config.model.options
+    ),
+    r"depth (\d)": lambda config, found: config.model.options["depth"] == int(found[1]),
     "one head": lambda config, found: config.model.options["num_heads"] == 1,
     r"\b(CIFAR-100?)(-LT)?\b": lambda config, found: config.data.name == found[1].lower().replace("-", ""),
     "Tiny-ImageNet": lambda config, found: config.data.root == "data/tiny_imagenet",
@@ -418,7 +426,7 @@ def test_diverse_patch_has_the_lengths_of_its_paper() -> None:
         (1e-5, 1e-5, 1e-8)
     }
     assert {row["optimizer.warmup_epochs"] for row in tuned} == {0}
-    assert sorted(row["train.epochs"] for row in scratch) == [300] * 8 + [400] * 16
+    assert sorted(row["train.epochs"] for row in scratch) == [300] * 10 + [400] * 16
     assert [row["model.drop_path"] for row in scratch].count(0.5) == len(scratch) - 2, "two rows train without"
 
 

@@ -133,6 +133,29 @@ def test_experts_train_resume_evaluate_and_predict(
     assert "needs two or more experts" in capsys.readouterr().err
 
 
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "variant", ["talking_heads", "uniform_head", "squeeze_excitation", "extra_attention", "extra_mlp"]
+)
+def test_a_variant_trains_resumes_evaluates_and_predicts(
+    variant: str, tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """There is no network of timm to convert it to, and another network does not take its weights."""
+    command = ["--config", str(tiny), f"model.variant={variant}"]
+    whole, parted, again = tmp_path / "whole", tmp_path / "parted", tmp_path / "again"
+    assert train_net([*command, f"output_dir={whole}", "train.max_steps=6"]) == 0
+    assert train_net([*command, f"output_dir={parted}", "train.max_steps=3"]) == 0
+    assert train_net([*command, f"output_dir={parted}", "train.max_steps=6", "--resume"]) == 0
+    assert_same(load_checkpoint(parted / "last.pt").weights, load_checkpoint(whole / "last.pt").weights)
+    assert train_net([*command, f"output_dir={again}", f"init_from={whole / 'last.pt'}", "--eval-only"]) == 0
+    assert evaluation(again) == evaluation(whole)
+    save_image(torch.rand(3, 16, 16), tmp_path / "image.png")
+    assert detr_bf(["predict", str(whole), "--output", str(tmp_path / "out"), str(tmp_path)]) == 0
+    assert detr_bf(["convert", str(whole), str(tmp_path / "plain.pth"), "--strip-plugins"]) == 2
+    assert f"has model.variant={variant}, which no network of timm has" in capsys.readouterr().err
+    assert train_net(["--config", str(tiny), f"init_from={whole / 'last.pt'}", "--eval-only"]) == 2
+
+
 def test_the_state_of_a_trained_vit_is_one_of_timm_but_for_the_plugins(tiny: Path, tmp_path: Path) -> None:
     assert train_net(["--config", str(tiny), *VARIANTS["batchformer_v2"], "train.max_steps=2"]) == 0
     weights = load_checkpoint(tmp_path / "run" / "last.pt").weights
