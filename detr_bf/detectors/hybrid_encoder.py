@@ -144,9 +144,7 @@ def without_updating_statistics(module: nn.Module) -> Iterator[None]:
 class CheckedNorm(nn.BatchNorm2d):
     """Batch norm that refuses one image of one cell in training: one value has no variance.
 
-    On CPUs the backward pass of torch 2.14 is wrong for a contiguous input (1, C, h, w) if the gradient of the output
-    is dense in the order of channels_last but has another stride of the batch dimension, as that of tokens made of
-    maps has. With an input in channels_last it is right.
+    One image is read in channels_last: else torch 2.14's backward pass on CPUs is wrong for gradients of flat tokens.
     """
 
     def forward(self, input: Tensor) -> Tensor:  # name of the base class
