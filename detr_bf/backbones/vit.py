@@ -194,7 +194,12 @@ class PlainViT(nn.Module):
 
 def with_batch_attention(former: BatchFormerV2 | None, batch: TokenBatch, block: int, position: str) -> TokenBatch:
     """Apply batch attention before or after a block, if there is any."""
-    return batch if former is None else former(batch, layer=block, position=position)
+    return batch if former is None else _batch_attention(former, batch, block, position)
+
+
+@torch.compiler.disable  # as in the encoder: it may contain collectives
+def _batch_attention(former: BatchFormerV2, batch: TokenBatch, block: int, position: str) -> TokenBatch:
+    return former(batch, layer=block, position=position)
 
 
 def without_head(vit: VisionTransformer) -> VisionTransformer:
