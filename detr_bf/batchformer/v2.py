@@ -195,7 +195,9 @@ class BatchFormerV2(InsertedBatchFormer):
         images = min(self.group_size or together, (self.neighbours or together) + 1, together)
         length = 1 if self.mode == "self_only" else 2 if self.reads_references else images
         ranks = f" over {distributed.world_size()} processes" if self.gather else ""
-        self._announce(f"{self.position} {_PLACES[self.place][0]}", length, f"B = {length}{ranks}", warn=not self.references)
+        self._announce(
+            f"{self.position} {_PLACES[self.place][0]}", length, f"B = {length}{ranks}", warn=not self.references
+        )
 
     def extra_repr(self) -> str:
         return f"{self.position} layers {list(self.insertions)}, mode={self.mode}, mask_padding={self.mask_padding}"

@@ -43,9 +43,9 @@ class HybridEncoder(nn.Module):
     """Encoder layers over the coarsest level, then fusion of all levels, then projections to the decoder's width.
 
     Batch attention before or after encoder layer i forks the coarsest level; index ``len(encoder.layers)`` means the
-    fused tokens of all levels, before the decoder; batch attention in the backbone has forked all levels. The streams pass through the convolutions one after another, and
-    after them the references, if an insertion after the fusion reads them: each is normalised with statistics of its
-    own, and only the clean stream updates the running statistics.
+    fused tokens of all levels, before the decoder; batch attention in the backbone has forked all levels. The streams
+    pass through the convolutions one after another, and after them the references, if an insertion after the fusion
+    reads them: each is normalised with statistics of its own, and only the clean stream updates the running statistics.
 
     Args:
         fusion: maps (B, C, h, w), from fine to coarse -> maps of the same sizes.
