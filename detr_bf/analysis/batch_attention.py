@@ -128,7 +128,7 @@ def attention_at(
     if former.place == "backbone":
         raise InputError(
             "with batch_former.at=backbone the tokens are those of a vision transformer, which may lie in windows: not "
-            "shown; detr-bf analyze feature-maps shows both streams"
+            "shown; detr-bf analyze feature-maps shows both streams in an encoder"
         )
     with attending(network), recorded(former) as recording:
         outputs = network(batch.inputs)

@@ -242,9 +242,7 @@ class BatchFormerConfig:
     """BatchFormerV2 in the encoder or in the backbone, or batch attention between the queries of the decoder."""
 
     enabled: bool = False  # use batch attention
-    at: str = choice(
-        "tokens", "queries", "backbone"
-    )  # tokens of the encoder, decoder queries, or tokens of a plain ViT
+    at: str = choice("tokens", "queries", "backbone")  # encoder tokens, decoder queries, or tokens of a plain ViT
     layers: list[int] = indices(0)  # encoder layers (decoder layers, blocks of the ViT), counted from 0, ascending
     position: str = choice("before", "after")  # of the layer or block; the authors' code inserts after encoder layers
     shared: bool = True  # one module for all insertions; false: one module each
