@@ -182,9 +182,9 @@ def build_batch_former(config: DetectionConfig, body: Backbone) -> BatchFormerV2
         in_backbone = settings.at == "backbone"
         if in_backbone and not body.blocks:
             raise InputError(
-                f"at=backbone works between the blocks of a plain vision transformer, such as model.backbone.name="
-                f"timm:vit_small_patch16_224, and model.backbone.name={config.model.backbone.name} is none: choose "
-                "another, or batch_former.at=tokens"
+                "at=backbone works between the blocks of a plain vision transformer, such as model.backbone.name="
+                f"timm:vit_small_patch16_224, and this backbone ({type(body.body).__name__}) is none: choose another, "
+                "or batch_former.at=tokens"
             )
         dim, places = (
             (body.block_dim, body.blocks) if in_backbone else _batch_former_places(config.model, settings.layers)

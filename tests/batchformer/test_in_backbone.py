@@ -136,7 +136,7 @@ def test_the_clean_stream_and_evaluation_are_those_without(vit: dict[str, Any]) 
 
 @KINDS
 @pytest.mark.parametrize("mask_padding", [False, True])
-def test_padding_of_other_images(vit: dict[str, Any], mask_padding: bool) -> None:
+    """The second stream sees it, as in the authors' code, unless ``mask_padding`` is set."""
     """As in the authors' code the second stream sees it, unless ``mask_padding`` is set."""
     backbone = build(vit, layers=[DEPTH - 1], mask_padding=mask_padding)
     former, found = backbone.batch_former, []
@@ -306,7 +306,7 @@ def test_user_mistakes(changes: list[str], message: str) -> None:
 
 def test_another_backbone_is_refused() -> None:
     settings = ["model.backbone={name: resnet18, weights: none}", "batch_former={enabled: true, at: backbone}"]
-    message = r"batch_former\.at=backbone works between .* vision transformer, .* and model\.backbone\.name=resnet18 is"
+    message = r"batch_former\.at=backbone works between .* vision transformer, .* this backbone \(ResNetBody\) is none"
     with pytest.raises(InputError, match=message):
         build_model(load_config(None, settings), tiny.LOGITS)
 
