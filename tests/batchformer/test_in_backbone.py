@@ -136,8 +136,8 @@ def test_the_clean_stream_and_evaluation_are_those_without(vit: dict[str, Any]) 
 
 @KINDS
 @pytest.mark.parametrize("mask_padding", [False, True])
+def test_padding_of_other_images(vit: dict[str, Any], mask_padding: bool) -> None:
     """The second stream sees it, as in the authors' code, unless ``mask_padding`` is set."""
-    """As in the authors' code the second stream sees it, unless ``mask_padding`` is set."""
     backbone = build(vit, layers=[DEPTH - 1], mask_padding=mask_padding)
     former, found = backbone.batch_former, []
     for value in (0.0, 5.0):  # of the tokens in the padding
