@@ -34,7 +34,7 @@ _IMPORTS = {
     "evaluation": "common acceleration losses data",
     "report": "common config data data/checks evaluation",
     "transformer": "ops common batchformer",
-    "backbones": "common",
+    "backbones": "common batchformer",
     "detectors": "common batchformer transformer",
     "plugins": "common batchformer losses transformer",
     "engine": "common acceleration batchformer losses data evaluation transformer backbones",

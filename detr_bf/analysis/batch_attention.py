@@ -124,7 +124,13 @@ def attention_at(
     network, batch = model or subject.model, subject.load(place.indices)
     if subject.attends_to_references:
         batch = subject.with_reference(batch)
-    with attending(network), recorded(batch_former_of(network)) as recording:
+    former = batch_former_of(network)
+    if former.place == "backbone":
+        raise InputError(
+            "with batch_former.at=backbone the tokens are those of a vision transformer, which may lie in windows: not "
+            "shown; detr-bf analyze feature-maps shows both streams in an encoder"
+        )
+    with attending(network), recorded(former) as recording:
         outputs = network(batch.inputs)
     if not recording.attention:
         raise InputError(

@@ -77,7 +77,9 @@ def build_detector(config: DetectionConfig, num_classes: int, body: Backbone) ->
             f"model.name={model.name} needs class scores without no-object, which loss.classification=cross_entropy "
             "adds: set loss.classification=focal (or varifocal, mal, ia_bce)"
         )
-    classification, former = build_classification(config), build_batch_former(config)
+    classification, former = build_classification(config), build_batch_former(config, body)
+    in_backbone = config.batch_former.at == "backbone"
+    body.batch_former = former if isinstance(former, BatchFormerV2) and in_backbone else None
     levels = len(model.backbone.vit.maps) or len(model.backbone.strides)
     shared = vars(model).keys() & {option.name for option in fields(Options)} - {"groups"}
     options = Options(
@@ -92,7 +94,7 @@ def build_detector(config: DetectionConfig, num_classes: int, body: Backbone) ->
             group_detr=model.groups.group_detr,
         ),
         class_prior=None if config.loss.classification == "cross_entropy" else FOCAL_PRIOR,
-        batch_former=former if isinstance(former, BatchFormerV2) else None,
+        batch_former=former if isinstance(former, BatchFormerV2) and not in_backbone else None,
         query_batch_former=former if isinstance(former, QueryBatchFormer) else None,
         mask_head=build_mask_head(config, body.channels),
         activation_checkpointing=config.train.recompute_encoder,
@@ -162,8 +164,12 @@ def num_detections(model: ModelConfig) -> int:
     return model.num_queries * (max(model.dab.patterns, 1) if has_patterns else 1)
 
 
-def build_batch_former(config: DetectionConfig) -> BatchFormerV2 | QueryBatchFormer | None:
-    """Build batch attention between tokens or between queries, or None if it is disabled."""
+def build_batch_former(config: DetectionConfig, body: Backbone) -> BatchFormerV2 | QueryBatchFormer | None:
+    """Build batch attention between tokens or between queries, or None if it is disabled.
+
+    Raises:
+        InputError: it is to be in a backbone that is no plain vision transformer, or its settings are unsuitable.
+    """
     settings = config.batch_former
     if not settings.enabled:
         return None
@@ -173,10 +179,20 @@ def build_batch_former(config: DetectionConfig) -> BatchFormerV2 | QueryBatchFor
     with extended(own), named("batch_former", settings), separate_random_numbers():
         if settings.at == "queries":
             return QueryBatchFormer(config.model.hidden_dim, num_decoder_layers=config.model.decoder_layers, **shared)
-        dim, places = _batch_former_places(config.model, settings.layers)
+        in_backbone = settings.at == "backbone"
+        if in_backbone and not body.blocks:
+            raise InputError(
+                "at=backbone works between the blocks of a plain vision transformer, such as model.backbone.name="
+                f"timm:vit_small_patch16_224, and this backbone ({type(body.body).__name__}) is none: choose another, "
+                "or batch_former.at=tokens"
+            )
+        dim, places = (
+            (body.block_dim, body.blocks) if in_backbone else _batch_former_places(config.model, settings.layers)
+        )
         return BatchFormerV2(
             dim,
             num_encoder_layers=places,
+            place="backbone" if in_backbone else "encoder",
             position=settings.position,
             mask_padding=settings.mask_padding,
             gather=settings.gather,

@@ -1,6 +1,7 @@
 """Backbone: padded images to feature maps with padding masks; and torchvision's ResNets as its network.
 
-Shape legend: B images, H x W pixels of the padded batch, h x w and C the height, width and channels of one level.
+Shape legend: B images, R rows (streams x images), H x W pixels of the padded batch, h x w and C the height, width and
+channels of one level.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torchvision.models import resnet as torchvision_resnet
 from torchvision.models._api import WeightsEnum
 
 from detr_bf.backbones.weights import download_failed, load_network_weights, read_network_file
+from detr_bf.batchformer import BatchFormerV2
 from detr_bf.common.errors import InputError
 from detr_bf.common.structures import FeatureMap, resize_mask
 
@@ -57,6 +59,8 @@ class Network:
     mean: tuple[float, ...]  # per colour channel, in fractions of full brightness
     std: tuple[float, ...]
     reads_padding: bool = False  # `body` also receives the mask (B, H, W); its maps may extend beyond the images
+    blocks: int = 0  # blocks of a plain vision transformer up to the last map; `body` also receives batch attention
+    block_dim: int = 0  # channels of the tokens between them
 
 
 @dataclass(frozen=True)
@@ -154,7 +158,8 @@ class Backbone(nn.Module):
     """Normalisation on the device, a network, and a padding mask for each of its feature maps.
 
     ``channels`` and ``strides`` (pixels per cell) describe the feature maps, in ascending order of stride; ``stages``
-    are the submodules of ``body`` that end a stage.
+    are the submodules of ``body`` that end a stage. ``batch_former``, None at first, works between the ``blocks`` of a
+    plain vision transformer, whose tokens have ``block_dim`` channels.
 
     Args:
         reference: what the network sees of a reference image: ``none`` of it; ``stack``, the image and the reference as
@@ -178,6 +183,8 @@ class Backbone(nn.Module):
         self.channels = network.channels
         self.strides = network.strides
         self.stages = network.stages
+        self.blocks, self.block_dim = network.blocks, network.block_dim
+        self.batch_former: BatchFormerV2 | None = None
         # Not persistent: the network determines them, and published checkpoints do not contain them.
         self.register_buffer("mean", 255.0 * torch.tensor(network.mean).view(3, 1, 1), persistent=False)
         self.register_buffer("std", 255.0 * torch.tensor(network.std).view(3, 1, 1), persistent=False)
@@ -185,6 +192,7 @@ class Backbone(nn.Module):
     def forward(self, images: Tensor, padding_mask: Tensor, references: Tensor | None = None) -> tuple[FeatureMap, ...]:
         """Return the feature maps of (B, 3, H, W) images, uint8 or float in 0 to 255, with a (B, H, W) bool mask.
 
+        They have R rows, more than B if ``batch_former`` forks the batch.
         ``references`` are images of the same sizes, needed if ``reference`` is not ``none``.
         """
         pixels = normalize(images, padding_mask, self.mean, self.std)
@@ -194,17 +202,21 @@ class Backbone(nn.Module):
             pixels = torch.cat([pixels, others], dim=1) if self.reference == "stack" else pixels - others
         pixels = pixels.contiguous(memory_format=torch.channels_last)
         levels = self.maps(pixels, padding_mask)
+        streams = 1 if self.batch_former is None else self.batch_former.num_streams
+        if streams > 1:
+            padding_mask = padding_mask.repeat(streams, 1, 1)
         if not self.reads_padding:
             return tuple(FeatureMap(level, resize_mask(padding_mask, level.shape[-2:])) for level in levels)
         masks = [padding_mask[:, ::stride, ::stride] for stride in self.strides]
         return tuple(
-            FeatureMap(level[:, :, : mask.shape[1], : mask.shape[2]], mask)
+            FeatureMap(level[:, :, : mask.shape[1], : mask.shape[2]], mask, streams)
             for level, mask in zip(levels, masks, strict=True)
         )
 
     def maps(self, pixels: Tensor, padding_mask: Tensor | None = None) -> Sequence[Tensor]:
-        """Normalised images (B, 3, H, W) and their mask (B, H, W) -> feature maps (B, C, h, w), from fine to coarse."""
-        levels: Sequence[Tensor] = self.body(pixels, padding_mask) if self.reads_padding else self.body(pixels)
+        """Normalised images (B, 3, H, W) and their mask (B, H, W) -> feature maps (R, C, h, w), from fine to coarse."""
+        inputs = [pixels, padding_mask] if self.reads_padding else [pixels]
+        levels: Sequence[Tensor] = self.body(*inputs, *([] if self.batch_former is None else [self.batch_former]))
         return levels
 
 

@@ -3,8 +3,9 @@
 Exploring Plain Vision Transformer Backbones for Object Detection (Li et al. 2022, ECCV, arXiv 2203.16527), for the
 networks of timm's ``VisionTransformer``: ViT, DeiT, the encoder of a masked autoencoder, DINOv2.
 
-Shape legend: B images, H x W pixels of the padded batch, C channels, h x w patches of an image, T class, distillation
-and register tokens before the patches, S = T + h w tokens, G the side of the grid of learned positions, V windows.
+Shape legend: B images, R rows (streams x images), H x W pixels of the padded batch, C channels, h x w patches of an
+image, T class, distillation and register tokens before the patches, S = T + h w tokens, G the side of the grid of
+learned positions, V windows.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from timm.models.vision_transformer_sam import window_partition, window_unpartit
 from torch import Tensor, nn
 
 from detr_bf.backbones.backbone import Network, VitOptions, check_consecutive, select_levels
+from detr_bf.batchformer import BatchFormerV2
 from detr_bf.common.errors import InputError
+from detr_bf.common.structures import TokenBatch
 
 PREFIX_TOKENS = ("cls_token", "dist_token", "reg_token")  # in timm's order
 PYRAMID_SCALES = (0.25, 0.5, 1, 2)  # strides of the pyramid in patches
@@ -77,6 +80,8 @@ def build_vit(vit: VisionTransformer, name: str, options: VitOptions, strides: S
         mean=tuple(cfg["mean"]),
         std=tuple(cfg["std"]),
         reads_padding=True,
+        blocks=depth,
+        block_dim=vit.embed_dim,
     )
 
 
@@ -134,11 +139,20 @@ class PlainViT(nn.Module):
         self.pyramid = FeaturePyramid(vit.embed_dim, scales)
         self.window, self.whole, self.antialias = window, frozenset(whole), antialias
 
-    def forward(self, images: Tensor, padding_mask: Tensor | None = None) -> list[Tensor]:
-        """Normalised images (B, 3, H, W), mask (B, H, W) bool, True = padding -> maps (B, C, h, w), fine to coarse."""
+    def forward(
+        self, images: Tensor, padding_mask: Tensor | None = None, batch_former: BatchFormerV2 | None = None
+    ) -> list[Tensor]:
+        """Return maps (R, C, h, w), fine to coarse.
+
+        Args:
+            images: (B, 3, H, W), normalised.
+            padding_mask: (B, H, W) bool, True = padding.
+            batch_former: batch attention between the blocks, which may fork the batch.
+        """
         patches, padding = embedded_patches(self.vit, images, padding_mask)
-        tokens = self._blocks(self._with_positions(patches, padding), padding)
-        tokens = self.vit.norm(tokens)[:, self.vit.num_prefix_tokens :]
+        batch = self._blocks(self._with_positions(patches, padding), padding, batch_former)
+        padding = batch.per_sample["grid"]
+        tokens = self.vit.norm(batch.tokens)[:, self.vit.num_prefix_tokens :]
         grid = tokens.masked_fill(padding.flatten(1)[..., None], 0).unflatten(1, padding.shape[1:])
         return self.pyramid(grid.permute(0, 3, 1, 2).contiguous(), padding)
 
@@ -150,29 +164,54 @@ class PlainViT(nn.Module):
             tokens = torch.cat([prefix.expand(patches.shape[0], -1, -1), tokens], dim=1)
         return self.vit.norm_pre(self.vit.pos_drop(tokens))
 
-    def _blocks(self, tokens: Tensor, padding: Tensor) -> Tensor:
-        """(B, S, C) -> (B, S, C): all blocks; consecutive ones in windows share a division of the image."""
+    def _blocks(self, tokens: Tensor, padding: Tensor, batch_former: BatchFormerV2 | None) -> TokenBatch:
+        """(B, S, C) -> (R, S, C): all blocks; consecutive ones in windows share a division of the image.
+
+        ``per_sample`` holds ``padding_mask`` (R, S), its attention ``bias`` (R, 1, 1, S) and that of the ``grid`` of
+        patches (R, h, w).
+        """
         prefix = padding.new_zeros(padding.shape[0], self.vit.num_prefix_tokens)
-        bias = attention_bias(torch.cat([prefix, padding.flatten(1)], dim=1), tokens)
-        for whole, numbered in groupby(enumerate(self.vit.blocks), lambda each: each[0] in self.whole):
-            blocks = [block for _, block in numbered]
-            if not whole:
-                tokens = self._in_windows(blocks, tokens, padding)
-                continue
-            for block in blocks:
-                tokens = block(tokens, attn_mask=bias)
-        return tokens
+        hidden = torch.cat([prefix, padding.flatten(1)], dim=1)
+        batch = TokenBatch(
+            tokens,
+            {"padding_mask": hidden, "bias": attention_bias(hidden, tokens), "grid": padding},
+            {"spatial_shapes": ((1, prefix.shape[1]), (padding.shape[1], padding.shape[2]))},
+        )
+        cuts = () if batch_former is None else batch_former.cuts
+        runs = groupby(range(len(self.vit.blocks)), lambda each: (each in self.whole, sum(cut <= each for cut in cuts)))
+        for (whole, _), numbers in runs:
+            first, *others = numbers
+            blocks = [self.vit.blocks[number] for number in (first, *others)]
+            batch = with_batch_attention(batch_former, batch, first, "before")
+            tokens, per_sample = batch.tokens, batch.per_sample
+            if whole:
+                for block in blocks:
+                    tokens = block(tokens, attn_mask=per_sample["bias"])
+            else:
+                tokens = self._in_windows(blocks, tokens, per_sample["grid"])
+            batch = with_batch_attention(batch_former, batch.with_tokens(tokens), first + len(others), "after")
+        return batch
 
     def _in_windows(self, blocks: Sequence[nn.Module], tokens: Tensor, padding: Tensor) -> Tensor:
-        """(B, h w, C) -> (B, h w, C)."""
+        """(R, h w, C) -> (R, h w, C)."""
         size = (padding.shape[1], padding.shape[2])
         seen, _ = window_partition(~padding[..., None], self.window)  # cells beyond the image are False, as padding
         bias = attention_bias(~seen.flatten(1), tokens)
         windows, padded = window_partition(tokens.unflatten(1, size), self.window)
-        rows = windows.flatten(1, 2)  # (B V, window^2, C)
+        rows = windows.flatten(1, 2)  # (R V, window^2, C)
         for block in blocks:
             rows = block(rows, attn_mask=bias)
         return window_unpartition(rows.view_as(windows), self.window, size, padded).flatten(1, 2)
+
+
+def with_batch_attention(former: BatchFormerV2 | None, batch: TokenBatch, block: int, position: str) -> TokenBatch:
+    """Apply batch attention before or after a block, if there is any."""
+    return batch if former is None else _batch_attention(former, batch, block, position)
+
+
+@torch.compiler.disable  # as in the encoder: it may contain collectives
+def _batch_attention(former: BatchFormerV2, batch: TokenBatch, block: int, position: str) -> TokenBatch:
+    return former(batch, layer=block, position=position)
 
 
 def without_head(vit: VisionTransformer) -> VisionTransformer:

@@ -2,8 +2,8 @@
 
 LW-DETR: Chen et al. 2024, arXiv 2406.03459, section 3.1; RF-DETR: Robinson et al. 2025, arXiv 2511.09554.
 
-Shape legend: B images, C channels, h x w patches of the padded batch, N windows per side, V = N x N windows of an
-image, s patches of a window, T class and register tokens.
+Shape legend: B images, R rows (streams x images), C channels, h x w patches of the padded batch, N windows per side,
+V = N x N windows of an image, s patches of a window, T class and register tokens.
 """
 
 from __future__ import annotations
@@ -16,8 +16,17 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from detr_bf.backbones.backbone import Network, VitOptions, select_levels
-from detr_bf.backbones.vit import attention_bias, embedded_patches, positions_of, side_of_patches, without_head
+from detr_bf.backbones.vit import (
+    attention_bias,
+    embedded_patches,
+    positions_of,
+    side_of_patches,
+    with_batch_attention,
+    without_head,
+)
+from detr_bf.batchformer import BatchFormerV2
 from detr_bf.common.errors import InputError
+from detr_bf.common.structures import TokenBatch
 
 
 def build_windowed_vit(
@@ -52,6 +61,8 @@ def build_windowed_vit(
         mean=tuple(cfg["mean"]),
         std=tuple(cfg["std"]),
         reads_padding=True,
+        blocks=maps[-1] + 1,
+        block_dim=vit.embed_dim,
     )
 
 
@@ -81,8 +92,13 @@ class WindowedViT(nn.Module):
         for block in list(vit.blocks)[maps[-1] + 1 :]:
             block.requires_grad_(False)
 
-    def forward(self, images: Tensor, padding_mask: Tensor | None = None) -> list[Tensor]:
-        """Normalised images (B, 3, H, W), mask (B, H, W) bool, True = padding -> a map (B, C, h, w) for each block."""
+    def forward(
+        self, images: Tensor, padding_mask: Tensor | None = None, batch_former: BatchFormerV2 | None = None
+    ) -> list[Tensor]:
+        """Normalised images (B, 3, H, W), mask (B, H, W) bool, True = padding -> a map (R, C, h, w) for each block.
+
+        ``batch_former`` is batch attention between the blocks, which may fork the batch.
+        """
         vit, count = self.vit, self.windows
         patches, padding = embedded_patches(vit, images, padding_mask, count)
         prefix, places = positions_of(vit, padding, antialias=self.antialias)
@@ -91,25 +107,47 @@ class WindowedViT(nn.Module):
         if prefix.shape[1]:  # some runtimes cannot join a part without tokens
             seen = torch.cat([padding.new_zeros(1, prefix.shape[1]).expand(tokens.shape[0], -1), seen], dim=1)
             tokens = torch.cat([prefix.expand(tokens.shape[0], -1, -1), tokens], dim=1)
-        return self._blocks(vit.norm_pre(tokens), seen, padding)
+        return self._blocks(self._joined(vit.norm_pre(tokens), seen, padding), batch_former)
 
-    def _blocks(self, tokens: Tensor, padding: Tensor, grid: Tensor) -> list[Tensor]:
-        """Tokens (B V, T + s, C), their mask (B V, T + s) and that of the patches (B, h, w) -> maps (B, C, h, w)."""
-        windows = self.windows**2
-        bias = attention_bias(padding, tokens)
-        whole = attention_bias(padding.unflatten(0, (-1, windows)).flatten(1), tokens)
-        maps = []
+    def _joined(self, tokens: Tensor, padding: Tensor, grid: Tensor) -> TokenBatch:
+        """Join the tokens (B V, T + s, C) of an image, window after window: (B, V (T + s), C).
+
+        ``padding`` (B V, T + s) is their mask, ``grid`` (B, h, w) that of the patches. ``per_sample`` holds the masks
+        and the biases of attention in ``windows`` (B, V, 1, 1, T + s) and over the ``whole`` image.
+        """
+        by_image = padding.unflatten(0, (-1, self.windows**2))
+        companions = {
+            "padding_mask": by_image.flatten(1),
+            "windows": attention_bias(padding, tokens).unflatten(0, (-1, self.windows**2)),
+            "whole": attention_bias(by_image.flatten(1), tokens),
+            "grid": grid,
+        }
+        ahead = ((1, self.vit.num_prefix_tokens),) if self.vit.num_prefix_tokens else ()
+        window = (*ahead, (grid.shape[1] // self.windows, grid.shape[2] // self.windows))
+        shapes = {"spatial_shapes": window * self.windows**2}
+        return TokenBatch(tokens.unflatten(0, (-1, self.windows**2)).flatten(1, 2), companions, shapes)
+
+    def _blocks(self, batch: TokenBatch, batch_former: BatchFormerV2 | None) -> list[Tensor]:
+        """Tokens of B images -> maps (R, C, h, w)."""
+        maps: list[Tensor] = []
         for index, block in enumerate(list(self.vit.blocks)[: self.maps[-1] + 1]):
-            if index in self.whole:
-                joined = tokens.unflatten(0, (-1, windows)).flatten(1, 2)
-                tokens = block(joined, attn_mask=whole).view_as(tokens)
-            else:
-                tokens = block(tokens, attn_mask=bias)
+            batch = with_batch_attention(batch_former, batch, index, "before")
+            tokens, bias = batch.tokens, batch.per_sample["whole" if index in self.whole else "windows"]
+            if index not in self.whole:
+                tokens, bias = self._divided(tokens), bias.flatten(0, 1)
+            tokens = block(tokens, attn_mask=bias).view_as(batch.tokens)
+            batch = with_batch_attention(batch_former, batch.with_tokens(tokens), index, "after")
             if index in self.maps:
-                patches = self.vit.norm(tokens)[:, self.vit.num_prefix_tokens :]
-                as_map = from_windows(patches, self.windows, grid).masked_fill(grid[..., None], 0)
-                maps.append(as_map.permute(0, 3, 1, 2).contiguous())
+                patches, grid = self._divided(self.vit.norm(batch.tokens)), batch.per_sample["grid"]
+                as_map = from_windows(patches[:, self.vit.num_prefix_tokens :], self.windows, grid)
+                maps.append(as_map.masked_fill(grid[..., None], 0).permute(0, 3, 1, 2).contiguous())
+        if batch.num_streams > 1:  # maps from before the fork are the same in both streams
+            maps = [torch.cat([each, each]) if each.shape[0] == batch.num_images else each for each in maps]
         return maps
+
+    def _divided(self, tokens: Tensor) -> Tensor:
+        """(R, V (T + s), C) -> (R V, T + s, C)."""
+        return tokens.unflatten(1, (self.windows**2, -1)).flatten(0, 1)
 
 
 def in_windows(grid: Tensor, count: int) -> Tensor:

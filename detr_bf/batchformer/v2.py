@@ -26,10 +26,14 @@ from detr_bf.common.errors import InputError
 from detr_bf.common.structures import TokenBatch
 
 POSITIONS = ("before", "after")
+_PLACES = {  # the layers, and text around their number
+    "encoder": ("encoder layer", "the encoder has {} layers"),
+    "backbone": ("backbone block", "the feature maps come from {} blocks of the backbone"),
+}
 
 
 class BatchFormerV2(InsertedBatchFormer):
-    """BatchFormerV2 before or after chosen encoder layers.
+    """BatchFormerV2 before or after chosen encoder layers, or blocks of a backbone.
 
     In training with ``two_stream`` the first insertion forks the batch into a clean stream and a batch-attended one;
     later insertions mix the second stream only. In evaluation it is the identity, except in
@@ -42,6 +46,7 @@ class BatchFormerV2(InsertedBatchFormer):
         dim: channels C.
         layers: indices of the encoder layers, counted from 0, strictly ascending.
         num_encoder_layers: number of encoder layers.
+        place: ``encoder``, or ``backbone`` if the layers are blocks of a backbone.
         position: ``before`` the encoder layer, or ``after`` it (the authors' released code).
         shared: use one mixer for all insertions, or one for each.
         mode: ``two_stream``; ``single_stream`` replaces the tokens in training instead of forking; ``duplicate`` forks
@@ -75,6 +80,7 @@ class BatchFormerV2(InsertedBatchFormer):
         *,
         layers: Sequence[int],
         num_encoder_layers: int,
+        place: str = "encoder",
         position: str = "before",
         shared: bool = True,
         mode: str = "two_stream",
@@ -95,7 +101,7 @@ class BatchFormerV2(InsertedBatchFormer):
             dim,
             layers=layers,
             places=num_encoder_layers,
-            of="the encoder has {} layers",
+            of=_PLACES[place][1],
             shared=shared,
             mode=mode,
             mixer=mixer,
@@ -114,12 +120,18 @@ class BatchFormerV2(InsertedBatchFormer):
             raise InputError(f"{given[0]} chooses among the images of one process: set gather=false")
         if len(given) > 1:
             raise InputError(f"{' and '.join(given)} both choose the images to attend to: give one of them")
+        self.place = place
         self.position = position
         self.mask_padding = mask_padding
         self.gather = gather
         self.neighbours = neighbours
         self.references = references
         self.log_attention = log_attention
+
+    @property
+    def cuts(self) -> tuple[int, ...]:
+        """Number of layers before each insertion."""
+        return tuple(layer + (self.position == "after") for layer in self.insertions)
 
     @property
     def reads_references(self) -> bool:
@@ -183,7 +195,9 @@ class BatchFormerV2(InsertedBatchFormer):
         images = min(self.group_size or together, (self.neighbours or together) + 1, together)
         length = 1 if self.mode == "self_only" else 2 if self.reads_references else images
         ranks = f" over {distributed.world_size()} processes" if self.gather else ""
-        self._announce(f"{self.position} encoder layer", length, f"B = {length}{ranks}", warn=not self.references)
+        self._announce(
+            f"{self.position} {_PLACES[self.place][0]}", length, f"B = {length}{ranks}", warn=not self.references
+        )
 
     def extra_repr(self) -> str:
         return f"{self.position} layers {list(self.insertions)}, mode={self.mode}, mask_padding={self.mask_padding}"

@@ -294,10 +294,18 @@ def _padded(images: Sequence[Tensor], height: int, width: int) -> Tensor:
 
 @dataclass(frozen=True)
 class FeatureMap:
-    """One backbone level."""
+    """One backbone level; with batch attention in the backbone it may have two streams, the clean one first."""
 
-    tensor: Tensor  # (B, C, h, w)
-    padding_mask: Tensor  # (B, h, w) bool, True = padding
+    tensor: Tensor  # (R, C, h, w)
+    padding_mask: Tensor  # (R, h, w) bool, True = padding
+    num_streams: int = 1
+
+    def streams(self) -> tuple[FeatureMap, ...]:
+        """Return a map of B rows for each stream."""
+        if self.num_streams == 1:
+            return (self,)
+        parts = (each.chunk(self.num_streams) for each in (self.tensor, self.padding_mask))
+        return tuple(FeatureMap(tensor, mask) for tensor, mask in zip(*parts, strict=True))
 
 
 @dataclass(frozen=True)

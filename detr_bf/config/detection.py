@@ -241,12 +241,12 @@ class ModelConfig:
 
 @dataclass
 class BatchFormerConfig:
-    """BatchFormerV2 in the encoder, or batch attention between the queries of the decoder."""
+    """BatchFormerV2 in the encoder or in the backbone, or batch attention between the queries of the decoder."""
 
     enabled: bool = False  # use batch attention
-    at: str = choice("tokens", "queries")  # what attends to other images: tokens of the encoder, or decoder queries
-    layers: list[int] = indices(0)  # encoder layers (at=queries: decoder layers), counted from 0, ascending
-    position: str = choice("before", "after")  # of the encoder layer; the authors' code inserts after it
+    at: str = choice("tokens", "queries", "backbone")  # encoder tokens, decoder queries, or tokens of a plain ViT
+    layers: list[int] = indices(0)  # encoder layers (decoder layers, blocks of the ViT), counted from 0, ascending
+    position: str = choice("before", "after")  # of the layer or block; the authors' code inserts after encoder layers
     shared: bool = True  # one module for all insertions; false: one module each
     mode: str = choice(
         *("two_stream", "single_stream", "duplicate", "self_only", "mini_batch_inference", "single_stream_inference")
@@ -267,8 +267,15 @@ class BatchFormerConfig:
     weight_decay: float | None = not_negative(None)  # null: optimizer.weight_decay
 
     def check_values(self, prefix: str) -> None:
-        """Refuse settings that need tokens with a position, if queries attend to each other."""
+        """Refuse settings that need tokens of the encoder, or tokens with a position."""
         if not self.enabled or self.at == "tokens":
+            return
+        if self.at == "backbone":
+            if self.references:
+                raise InputError(
+                    f"{prefix}references=true is of the encoder, to whose end the references are kept: with "
+                    f"{prefix}at=backbone leave it at false, or set {prefix}at=tokens"
+                )
             return
         default = BatchFormerConfig()
         for name in ("position", "mask_padding", "gather", "neighbours", "references", "log_attention"):

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from detr_bf.batchformer import BatchFormerV2, InsertedBatchFormer, QueryBatchFormer
-from detr_bf.common.structures import Batch, FeatureMap, Outputs, QueryGroup, Target
+from detr_bf.common.structures import Batch, FeatureMap, Outputs, QueryGroup, Target, TokenBatch
 from detr_bf.detectors.mask_head import MaskHead
+from detr_bf.transformer import without_updating_statistics
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Detector(nn.Module):
     """Detector assembled from a backbone, tokens, an encoder and a decoder.
 
     Args:
-        backbone: (images, padding_mask) -> feature maps.
+        backbone: (images, padding_mask) -> feature maps, of two streams if it has batch attention.
         tokens: (feature maps, padding_mask) -> tokens.
         encoder: tokens -> memory, as :class:`detr_bf.transformer.Encoder`.
         decoder: memory -> outputs, as :class:`detr_bf.transformer.Decoder`.
@@ -125,7 +126,7 @@ class Detector(nn.Module):
         ``with_references`` is the batch if features and mask are those of its B images and, behind them, of their
         references.
         """
-        tokens = self.tokens(features[-self.levels :], padding_mask)
+        tokens = self._tokens(features[-self.levels :], padding_mask)
         if with_references is not None:
             tokens = tokens.with_references(with_references.has_reference)
         memory = self.encoder(tokens)
@@ -140,6 +141,18 @@ class Detector(nn.Module):
             tokens = tokens.without_references()
             features = [FeatureMap(each.tensor[:count], each.padding_mask[:count]) for each in features]
         return replace(outputs, masks=self.mask_head(outputs.states, outputs.boxes[-1], tokens, memory, features))
+
+    def _tokens(self, features: Sequence[FeatureMap], padding_mask: Tensor) -> TokenBatch:
+        """Return the tokens of all streams; a second one changes no statistics of batch norms.
+
+        Maps of two streams come from a backbone with batch attention: ``Backbone.batch_former`` has forked the batch.
+        """
+        clean, *second = zip(*(feature.streams() for feature in features), strict=True)
+        tokens: TokenBatch = self.tokens(clean, padding_mask)
+        for stream in second:
+            with without_updating_statistics(self.tokens):
+                tokens = tokens.fork(self.tokens(stream, padding_mask).tokens)
+        return tokens
 
     def freeze_all_but_masks(self, *, keep_dropout: bool = False) -> None:
         """Freeze all parts but the mask head, their buffers included.

@@ -8,20 +8,19 @@ Shape legend: B images, R rows (streams x B), S tokens of all levels, N levels, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from types import MappingProxyType
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from detr_bf.common.errors import InputError
 from detr_bf.common.structures import TokenBatch
 from detr_bf.detectors.smca_multi_scale import as_maps, as_tokens
-from detr_bf.transformer import Encoder, FeatureTokens
+from detr_bf.transformer import Encoder, FeatureTokens, without_updating_statistics
 
 
 def cell_position(height: int, width: int, dim: int, *, temperature: float, released: bool = False) -> Tensor:
@@ -44,9 +43,9 @@ class HybridEncoder(nn.Module):
     """Encoder layers over the coarsest level, then fusion of all levels, then projections to the decoder's width.
 
     Batch attention before or after encoder layer i forks the coarsest level; index ``len(encoder.layers)`` means the
-    fused tokens of all levels, before the decoder. The streams pass through the convolutions one after another, and
-    after them the references, if an insertion after the fusion reads them: each is normalised with statistics of its
-    own, and only the clean stream updates the running statistics.
+    fused tokens of all levels, before the decoder; batch attention in the backbone has forked all levels. The streams
+    pass through the convolutions one after another, and after them the references, if an insertion after the fusion
+    reads them: each is normalised with statistics of its own, and only the clean stream updates the running statistics.
 
     Args:
         fusion: maps (B, C, h, w), from fine to coarse -> maps of the same sizes.
@@ -76,7 +75,7 @@ class HybridEncoder(nn.Module):
         self.released_position = released_position
 
     def forward(self, batch: TokenBatch) -> TokenBatch:
-        """Tokens (B, S, C) of all levels -> memory (R, S, C')."""
+        """Tokens of all levels (B, S, C), or (R, S, C) if the backbone forks the batch -> memory (R, S, C')."""
         *finer, _ = as_maps(batch.tokens, batch.static["spatial_shapes"])
         for level, layers in zip(self.finer_levels, self.finer, strict=True):
             encoded = layers(self._level(batch, level))
@@ -86,14 +85,14 @@ class HybridEncoder(nn.Module):
         count = coarsest.num_streams + (1 if coarsest.references else 0)  # parts of as many rows as there are images
         parts = coarsest.tokens.chunk(count) if count > 1 else (coarsest.tokens,)
         for number, tokens in enumerate(parts):
-            is_reference = number == coarsest.num_streams
+            has_maps = number > 0 and (number == coarsest.num_streams or batch.num_streams > 1)
             with without_updating_statistics(self) if streams else nullcontext():
                 (last,) = as_maps(tokens, coarsest.static["spatial_shapes"])
-                fused = self.fusion([*(x[images:] if is_reference else x[:images] for x in finer), last])
+                fused = self.fusion([*(x[images:] if has_maps else x[:images] for x in finer), last])
                 streams.append(as_tokens([layer(x) for layer, x in zip(self.projections, fused, strict=True)]))
         kept = batch if coarsest.references else batch.without_references()
-        memory = kept.with_tokens(torch.cat(streams[:1] + streams[coarsest.num_streams :]))
-        if coarsest.num_streams > 1:
+        memory = kept.with_tokens(torch.cat(streams[: batch.num_streams] + streams[coarsest.num_streams :]))
+        if coarsest.num_streams > batch.num_streams:
             memory = memory.fork(torch.cat(streams[1:]))
         former = self.encoder.batch_former
         if former is None:
@@ -125,20 +124,6 @@ def projected_tokens(channels: Sequence[int], width: int, strides: Sequence[int]
     if strides and len(set(strides)) < len(strides):
         raise InputError(f"strides: expected maps of different strides, got {list(strides)}; empty backbone.vit.maps")
     return FeatureTokens([NormedConvolution(count, width) for count in channels], None, strides=strides)
-
-
-@contextmanager
-def without_updating_statistics(module: nn.Module) -> Iterator[None]:
-    """Leave the running statistics of all batch norms of ``module`` unchanged; in training they normalise as always."""
-    norms = [norm for norm in module.modules() if isinstance(norm, _BatchNorm) and norm.training]
-    tracked = [norm.track_running_stats for norm in norms]
-    for norm in norms:
-        norm.track_running_stats = False
-    try:
-        yield
-    finally:
-        for norm, before in zip(norms, tracked, strict=True):
-            norm.track_running_stats = before
 
 
 class CheckedNorm(nn.BatchNorm2d):

@@ -52,9 +52,9 @@ class MaskHead(nn.Module):
         Args:
             states: (R, Q, C), output of the last decoder layer.
             boxes: (R, Q, 4), its boxes; they receive no gradient.
-            tokens: input of the encoder, B rows.
+            tokens: input of the encoder, B rows, or R if the backbone forks the batch.
             memory: output of the encoder, R rows.
-            features: maps of the backbone, from fine to coarse.
+            features: maps of the backbone, from fine to coarse, with the rows of ``tokens``.
         """
         *finer, deepest = (feature.tensor for feature in features)
         size = (deepest.shape[-2], deepest.shape[-1])
@@ -64,14 +64,13 @@ class MaskHead(nn.Module):
             covered = box_coverage(boxes.detach(), seen.unflatten(1, size))
             maps = torch.cat([maps, covered.unsqueeze(2).to(maps.dtype)], dim=2)
         projected = level_of(tokens, size).transpose(1, 2).unflatten(2, size)
-        images = states.shape[0] // memory.num_streams
         kind = states.device.type
         dtype, enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
 
         def of(row: Tensor, query: Tensor) -> Tensor:
             with torch.autocast(kind, dtype, enabled=enabled):  # as in the forward pass of the detector
                 image = row.to(projected.device)
-                image = image if memory.num_streams == 1 else image % images
+                image = image if memory.num_streams == tokens.num_streams else image % projected.shape[0]
                 return self.convolutions(projected, maps[row, query], finer[::-1], image)
 
         return Masks(of, *states.shape[:2])
@@ -123,7 +122,7 @@ class MaskConvolutions(nn.Module):
             projected: (B, C, h, w).
             maps: (M, H or H + 1, h, w).
             finer: (B, ., ., .) each, from coarse to fine.
-            image: (M,), image index of each query.
+            image: (M,), row of each query in ``projected`` and ``finer``.
         """
         # index_select: the gradient of plain indexing is summed in an order that depends on the threads
         x = torch.cat([projected.index_select(0, image), maps], dim=1)

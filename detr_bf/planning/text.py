@@ -120,7 +120,7 @@ def _sequence(plan: Plan, config: DetectionConfig) -> Iterator[str]:
         yield f"Batch attention {off}"
         return
     span = plan.sequence
-    of_tokens = config.batch_former.at == "tokens"
+    of_tokens = config.batch_former.at != "queries"
     gather = f" (with batch_former.gather {span.gathered}, without {span.alone})" if of_tokens else ""
     yield f"Batch attention spans {span.used} images{gather}; accumulation does not increase this"
     if plan.sequence.used < 2:

@@ -61,8 +61,12 @@ def batch_former_line(config: DetectionConfig) -> str:
     if not settings.enabled or not settings.layers:
         return "BatchFormerV2 is off."
     layers = ", ".join(map(str, settings.layers))
-    name, loop = ("BatchFormerV2", "encoder") if settings.at == "tokens" else ("Batch attention of queries", "decoder")
-    position = f"{settings.position} {loop} {'layer' if len(settings.layers) == 1 else 'layers'} {layers}"
+    name, place = {
+        "tokens": ("BatchFormerV2", "encoder layer"),
+        "backbone": ("BatchFormerV2", "backbone block"),
+        "queries": ("Batch attention of queries", "decoder layer"),
+    }[settings.at]
+    position = f"{settings.position} {place}{'' if len(settings.layers) == 1 else 's'} {layers}"
     ending = "" if settings.until_epoch is None else f", for the first {counted(settings.until_epoch, 'epoch')}"
     weights = " with shared weights" if settings.shared and len(settings.layers) > 1 else ""
     images = ", between each image and its reference" if settings.references else ""

@@ -6,7 +6,7 @@ from detr_bf.transformer.attention import (
     check_heads,
     multi_head_attention,
 )
-from detr_bf.transformer.blocks import MLP, FeedForward, Residual, full_precision, xavier
+from detr_bf.transformer.blocks import MLP, FeedForward, Residual, full_precision, without_updating_statistics, xavier
 from detr_bf.transformer.decoder import (
     Decoder,
     DecoderLayer,
@@ -46,5 +46,6 @@ __all__ = [
     "sine_of_coordinates",
     "sine_position",
     "unpadded",
+    "without_updating_statistics",
     "xavier",
 ]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from detr_bf.common.errors import InputError
 from detr_bf.ops import library, relu_dropout, residual_dropout
@@ -113,3 +115,17 @@ def xavier(module: M) -> M:
         if parameter.dim() > 1:
             nn.init.xavier_uniform_(parameter)
     return module
+
+
+@contextmanager
+def without_updating_statistics(module: nn.Module) -> Iterator[None]:
+    """Leave the running statistics of all batch norms of ``module`` unchanged; in training they normalise as always."""
+    norms = [norm for norm in module.modules() if isinstance(norm, _BatchNorm) and norm.training]
+    tracked = [norm.track_running_stats for norm in norms]
+    for norm in norms:
+        norm.track_running_stats = False
+    try:
+        yield
+    finally:
+        for norm, before in zip(norms, tracked, strict=True):
+            norm.track_running_stats = before

@@ -177,10 +177,16 @@ def distance(first: dict[int, Detections], second: dict[int, Detections]) -> flo
 
 
 QUERIES = ("model.decoder_layers=2", "batch_former.at=queries", "batch_former.layers=[1]")
+BACKBONE = (
+    "model.backbone.name=timm:vit_tiny_patch16_224",
+    "model.backbone.vit.options={patch_size: 16, embed_dim: 16, depth: 3, num_heads: 2, img_size: 96}",
+    "batch_former.at=backbone",
+    "batch_former.layers=[1]",
+)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("settings", [(), QUERIES], ids=["tokens", "queries"])
+@pytest.mark.parametrize("settings", [(), QUERIES, BACKBONE], ids=["tokens", "queries", "backbone"])
 def test_both_arms_of_mini_batch_inference_see_the_same_batches(
     settings: tuple[str, ...], config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -207,6 +213,19 @@ def test_both_arms_of_mini_batch_inference_see_the_same_batches(
     assert distance(arms[3, 0][1], arms[3, 1][1]) > 1e-4, "with it, they depend on the batch"
     assert distance(arms[3, 0][1], arms[3, 0][0]) > 1e-4
     assert distance(arms[6, 0][1], arms[6, 1][1]) < 1e-5, "all images in one batch, in any order"
+
+
+def test_batch_attention_in_the_backbone(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Feature maps of both streams; positions of the blocks are not drawn; evaluation with and without it."""
+    run = trained(config, "run", "model.backbone.strides=[16]", *BACKBONE)
+    for image in feature_maps_of(loaded(run), [0, 1]).images:
+        assert image.batchformer is not None
+        assert not np.allclose(image.clean, image.batchformer)
+    capsys.readouterr()
+    out = ["--output", str(tmp_path / "out")]
+    assert analyze(["batch-attention", str(run), *out]) == 2
+    assert "with batch_former.at=backbone the tokens are those of a vision transformer" in capsys.readouterr().err
+    assert analyze(["mini-batch-inference", str(run), *out]) == 0
 
 
 def test_mini_batch_inference_prints_and_writes_the_differences(

@@ -17,15 +17,10 @@ from detr_bf.common.errors import InputError
 from detr_bf.common.structures import Batch, FeatureMap, Target
 from detr_bf.detectors import Detector, MaskHead, Options
 from detr_bf.detectors.denoising import ContrastiveDenoising
-from detr_bf.detectors.hybrid_encoder import (
-    CheckedNorm,
-    NormedConvolution,
-    RepVggBlock,
-    cell_position,
-    without_updating_statistics,
-)
+from detr_bf.detectors.hybrid_encoder import CheckedNorm, NormedConvolution, RepVggBlock, cell_position
 from detr_bf.detectors.smca_multi_scale import as_maps, as_tokens
 from detr_bf.losses import HungarianMatcher, SetCriterion, Varifocal
+from detr_bf.transformer import without_updating_statistics
 from tests.detectors.tiny import DETECTORS, DIM, IMAGES, LOGITS, QUERIES, Averages, batch_former, images, model, shaken
 
 both_versions = pytest.mark.parametrize("name", ["rtdetr", "rtdetrv2"])

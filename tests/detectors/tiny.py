@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from detr_bf.backbones import Backbone
 from detr_bf.batchformer import BatchFormerV2
 from detr_bf.common.structures import Batch, FeatureMap, QueryGroup, Target
 from detr_bf.detectors import Detector, Options
@@ -134,7 +135,8 @@ class Averages(nn.Module):
         ]
 
 
-def model(name: str = "detr", **changes: object) -> Detector:
+def model(name: str = "detr", backbone: Backbone | None = None, **changes: object) -> Detector:
+    """Build a detector; without a ``backbone`` its maps have strides from 4 on."""
     torch.manual_seed(0)
     settings = {
         "num_logits": LOGITS,
@@ -150,6 +152,8 @@ def model(name: str = "detr", **changes: object) -> Detector:
     if name not in WITH_ENCODER:
         settings["encoder_layers"] = 0
     levels = DETECTORS[name].maps
+    if backbone is not None:
+        return DETECTORS[name].make(backbone, backbone.channels[-levels:], Options(**settings))
     return DETECTORS[name].make(Averages(levels), [CHANNELS] * levels, Options(**settings))
 
 

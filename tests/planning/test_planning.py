@@ -54,6 +54,14 @@ MORE = {
 DETECTORS = {name: (*settings_of(name, stride=16), *MORE.get(name, ())) for name in tiny_detectors.DETECTORS}
 DETECTORS["without_batch_attention"] = ("batch_former.enabled=false",)
 DETECTORS["queries"] = (*DETECTORS["detr"], "batch_former.at=queries", "batch_former.layers=[1]")
+DETECTORS["backbone"] = (
+    *DETECTORS["deformable_detr_two_stage"],
+    "model.backbone.name=timm:vit_tiny_patch16_224",
+    "model.backbone.vit.options={patch_size: 16, embed_dim: 16, depth: 3, num_heads: 2, img_size: 32}",
+    "model.backbone.frozen_stages=4",
+    "batch_former.at=backbone",
+    "batch_former.layers=[1]",
+)
 FAST = ("detr", "queries", "smca_multi_scale", "deformable_detr_two_stage", "rtdetr", "without_batch_attention")
 KINDS = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in DETECTORS]
 MASKS = ("model.backbone.strides=[32]", "model.masks=true", "freeze.detector=true")
@@ -113,7 +121,9 @@ def kept_by_a_real_run(config: DetectionConfig) -> int:
     return sum(size for storage, size in seen.values() if not storage.expired())
 
 
-@pytest.mark.default_tier("detr", "rtdetr", "deformable_detr_two_stage", "without_batch_attention", "queries")
+@pytest.mark.default_tier(
+    "detr", "rtdetr", "deformable_detr_two_stage", "without_batch_attention", "queries", "backbone"
+)
 @pytest.mark.parametrize("name", DETECTORS)
 def test_what_is_kept_is_what_a_real_run_keeps(name: str) -> None:
     config = tiny(*DETECTORS[name])

@@ -201,6 +201,8 @@ def test_batch_former_line() -> None:
     queries = replace(config.batch_former, enabled=True, at="queries", layers=[1, 2])
     line = batch_former_line(replace(config, batch_former=queries))
     assert line.startswith("Batch attention of queries before decoder layers 1, 2")
+    blocks = replace(queries, at="backbone", layers=[6])
+    assert batch_former_line(replace(config, batch_former=blocks)).startswith("BatchFormerV2 before backbone block 6, ")
     line = batch_former_line(replace(config, batch_former=replace(on, references=True)))
     assert "with shared weights, between each image and its reference, mode" in line
 

@@ -197,7 +197,16 @@ def test_bad_input_is_one_message_and_leaves_everything_as_it_was(
     assert {path: path.read_bytes() for path in Path().iterdir() if path.is_file()} == before
 
 
-@pytest.mark.default_tier("changes0", "changes3", "changes4")
+IN_BACKBONE = [
+    "model.backbone.name=timm:vit_tiny_patch16_224",
+    "model.backbone.strides=[16]",
+    "model.backbone.vit.options={patch_size: 16, embed_dim: 16, depth: 3, num_heads: 2, img_size: 32}",
+    "batch_former.at=backbone",
+    "batch_former.layers=[1]",
+]
+
+
+@pytest.mark.default_tier("changes0", "changes3", "changes4", "changes5")
 @pytest.mark.parametrize(
     "changes",
     [
@@ -206,6 +215,7 @@ def test_bad_input_is_one_message_and_leaves_everything_as_it_was(
         ["batch_former.mode=single_stream", "model.name=conditional_detr", "loss.classification=focal"],
         ["batch_former.mode=duplicate"],
         ["batch_former.at=queries", "batch_former.layers=[1]", "model.decoder_layers=2"],
+        IN_BACKBONE,
         TWO_STAGE,
         MULTI_SCALE,
     ],
