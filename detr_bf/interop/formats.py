@@ -84,11 +84,11 @@ def _rfdetr() -> Iterator[Format]:
     yield Format("rfdetr", official.official_rfdetr, signs, "official RF-DETR", ignored=unused)
     sign = "backbone.0.encoder.blocks.0.attn.q_bias"
     yield Format("lwdetr", official.official_lwdetr, (*signs, sign), "official LW-DETR", ignored=())
-    signs = ("model.enc_out_bbox_embed.0", "model.query_feat")
+    queries = ("model.enc_out_bbox_embed.0", "model.query_feat")
     sign = "model.backbone.projector.projector_layer"
-    yield Format("hf_rfdetr", huggingface.hf_rfdetr, (*signs, sign), "Hugging Face RF-DETR", None, ("mask_token",))
+    yield Format("hf_rfdetr", huggingface.hf_rfdetr, (*queries, sign), "Hugging Face RF-DETR", None, ("mask_token",))
     own = ("model.backbone.projector.scale_layers.0.projector_layer", "model.backbone.backbone.encoder.layer.0.gamma_1")
-    yield Format("hf_lwdetr", huggingface.hf_lwdetr, (*signs, *own), "Hugging Face LW-DETR", None, ())
+    yield Format("hf_lwdetr", huggingface.hf_lwdetr, (*queries, *own), "Hugging Face LW-DETR", None, ())
 
 
 def _detectron2() -> Iterator[Format]:

@@ -57,6 +57,22 @@ def test_one_window_is_the_network_of_timm(name: str) -> None:
         torch.testing.assert_close(each.tensor, wanted, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("antialias", [False, True])
+def test_patches_alone_with_their_positions(antialias: bool) -> None:
+    """Compare with the blocks of timm over tokens without the class token, on an image smaller than the positions."""
+    backbone = build(vit={"windows": 1, "class_token": False, "antialias": antialias})
+    pixels, mask = images((24, 32))
+    vit: Any = backbone.body.vit
+    assert vit.pos_embed.shape == (1, 26, 16), "the class token keeps its row of the table"
+    table = vit.pos_embed[:, 1:].unflatten(1, (5, 5)).permute(0, 3, 1, 2)
+    places = F.interpolate(table, (3, 4), mode="bicubic", antialias=antialias)
+    with torch.no_grad():
+        tokens = vit.patch_embed.proj((pixels - backbone.mean) / backbone.std) + places
+        tokens = vit.blocks[0](tokens.flatten(2).transpose(1, 2))
+        expected = vit.norm(tokens).transpose(1, 2).unflatten(2, (3, 4))
+        torch.testing.assert_close(backbone(pixels, mask)[0].tensor, expected, rtol=1e-4, atol=1e-4)
+
+
 def test_blocks_in_windows_see_their_window_alone() -> None:
     """Change a pixel: the map of the first block changes in its window, that after a block over all everywhere."""
     backbone, (pixels, mask) = build(vit={"maps": [0, 1]}), images((64, 64))
@@ -151,6 +167,7 @@ def test_blocks_after_the_last_map_do_not_learn() -> None:
         ({"vit": {"maps": [4]}}, "expected blocks of timm:vit_small_patch14_dinov2, 0 to 3"),
         ({"vit": {"global_blocks": [7]}}, "there is no block 7; timm:vit_small_patch14_dinov2 has 0 to 3"),
         ({"vit": {"maps": [], "global_blocks": []}}, "windows=2 needs maps"),
+        ({"vit": {"maps": [], "windows": 1, "class_token": False}}, "class_token=False needs maps"),
     ],
     ids=str,
 )

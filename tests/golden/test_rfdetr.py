@@ -77,7 +77,9 @@ class Body(nn.Module):
         vit.pos_embed = nn.Parameter(torch.zeros(1, 1 + side**2, settings["hidden_size"]))  # registers have none
         stages = cfg["out_feature_indexes"]
         whole = {stage for stage in stages if stage < depth}
-        self.body = WindowedViT(vit, [stage - 1 for stage in stages], windows=cfg["num_windows"], whole=whole)
+        self.body = WindowedViT(
+            vit, [stage - 1 for stage in stages], windows=cfg["num_windows"], whole=whole, antialias=True
+        )
 
 
 @pytest.fixture
