@@ -315,6 +315,13 @@ def convert_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
         const="masked_autoencoding",
         help="write the encoder of a masked autoencoder",
     )
+    action.add_argument(
+        "--strip-auxiliary",
+        dest="task",
+        action="store_const",
+        const="segmentation",
+        help="write the weights of a segmentation network without the head that only training uses",
+    )
     options = parser.parse_args(given)
     if options.classes and options.task:
         parser.error("--classes goes with --to, or with neither --strip-... nor --encoder")

@@ -65,6 +65,11 @@ class PanopticFile(Mapping[int, PanopticMap]):
         entry = self._entries[image_id]
         return PanopticMap(image_id, read_ids(self._folder / entry.file_name, self._max_pixels), entry.segments)
 
+    @property
+    def file_names(self) -> dict[int, str]:
+        """Names of the PNG files by image id."""
+        return {image_id: entry.file_name for image_id, entry in self._entries.items()}
+
     def __contains__(self, image_id: object) -> bool:
         return image_id in self._entries
 
