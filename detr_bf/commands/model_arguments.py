@@ -34,6 +34,7 @@ ANALYSIS_NAMES = (
     "occlusion",
     "missing-patches",
     "fgsm",
+    "corruptions",
 )
 
 
@@ -338,7 +339,7 @@ detr-bf analyze patch-similarity runs/plain --output pictures --split train --im
 detr-bf analyze mini-batch-inference runs/mine --output tables --batch-size 24 --seed 1
 
 batch-attention and feature-maps are for detectors and classifiers; queries, panoptic and mini-batch-inference (a table
-without a picture) are for detectors; all others are for classifiers.
+without a picture) are for detectors; corruptions is for segmentation networks; all others are for classifiers.
 """
 
 

@@ -273,9 +273,9 @@ class LearningRate:
     """Learning rate schedule: optimizer step, from 0, perhaps a fraction -> factor of every group's learning rate.
 
     ``step``: times ``drop_factor`` at each of ``drop_steps``. ``cosine``: half a cosine down to ``min_factor`` at
-    ``total_steps``. ``linear``: straight down to 0 at ``total_steps``, counted from the first step, as the polynomial
-    schedule of power 1 of mmsegmentation. ``flat_cosine``: 1 for ``flat_steps``, then half a cosine down to ``min_factor``, which the last
-    ``final_steps`` have (DEIM, Huang et al. 2024, arXiv 2412.04234, section 4.1 and authors' code). All rise over
+    ``total_steps``. ``linear``: straight down to 0 at ``total_steps``, from the first step on (mmsegmentation's
+    polynomial of power 1). ``flat_cosine``: 1 for ``flat_steps``, then half a cosine down to ``min_factor``, which the
+    last ``final_steps`` have (DEIM, Huang et al. 2024, arXiv 2412.04234, section 4.1 and authors' code). All rise over
     ``warmup_steps``, linearly or with an exponent of ``warmup_power``.
     """
 

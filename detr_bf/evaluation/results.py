@@ -204,11 +204,12 @@ class PanopticSummary:
     RQ_st: float | None
     per_class: Mapping[str, PanopticClassResult]  # by class name, in the order of the class map
     num_images: int
+    mIoU: float | None = None  # noqa: N815, of the maps merged to classes, see detr_bf.evaluation.semantic
 
     @property
     def metrics(self) -> dict[str, float | None]:
-        """Return the nine metrics by name."""
-        return {name: getattr(self, name) for name in PANOPTIC_METRIC_NAMES}
+        """Return the nine metrics and mIoU by name."""
+        return {name: getattr(self, name) for name in (*PANOPTIC_METRIC_NAMES, "mIoU")}
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain dictionaries and numbers for JSON."""

@@ -97,7 +97,9 @@ def summarize_counts(counts: np.ndarray, names: Sequence[str], num_images: int) 
     per_class = {}
     for name, hits, pixels, claimed in zip(names, right.tolist(), true.tolist(), found.tolist(), strict=True):
         union = pixels + claimed - hits
-        per_class[name] = SemanticClassResult(hits / union if union else None, hits / pixels if pixels else None, pixels)
+        per_class[name] = SemanticClassResult(
+            hits / union if union else None, hits / pixels if pixels else None, pixels
+        )
     total = int(true.sum())
     return SemanticResult(
         mIoU=_mean([each.iou for each in per_class.values()]),

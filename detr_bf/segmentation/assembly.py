@@ -19,7 +19,7 @@ from detr_bf.common.errors import InputError
 from detr_bf.common.structures import ClassMap
 from detr_bf.config.common import resolved_number
 from detr_bf.data.batches import SameSizeBatches
-from detr_bf.data.loader import make_loader
+from detr_bf.data.loader import BatchLoader, make_loader
 from detr_bf.engine import EvaluationLoop, build_optimizer, image_parameter_groups
 from detr_bf.segmentation.augmentation import EvalResize, TrainCrop
 from detr_bf.segmentation.batch import SegmentationBatch
@@ -77,9 +77,7 @@ def build_segmenter(config: SegmentationConfig, num_classes: int, *, pretrained:
 def segmentation_optimizer(config: SegmentationConfig, network: nn.Module) -> torch.optim.Optimizer:
     """Return AdamW."""
     optimizer = config.optimizer
-    groups = image_parameter_groups(
-        network, lr=resolved_number(optimizer.lr), weight_decay=optimizer.weight_decay
-    )
+    groups = image_parameter_groups(network, lr=resolved_number(optimizer.lr), weight_decay=optimizer.weight_decay)
     return build_optimizer(groups, betas=tuple(optimizer.betas))
 
 
@@ -147,7 +145,9 @@ def segmentation_loop(config: SegmentationConfig, data: LabelledPixelSet, device
     )
 
 
-def _loader(config: SegmentationConfig, data: LabelledPixelSet, device: torch.device) -> Callable[..., object]:
+def _loader(
+    config: SegmentationConfig, data: LabelledPixelSet, device: torch.device
+) -> Callable[..., BatchLoader[SegmentationBatch]]:
     return partial(
         make_loader,
         data,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -136,14 +136,12 @@ def read_pixel_splits(data: SegmentationDataConfig) -> PixelSplits:
             "exclude each other, and one of them is needed"
         )
     if data.train.annotations:
-        classes = read_annotations(data.train.annotations).class_map
+        classes = read_annotations(Path(data.train.annotations)).class_map
     else:
         classes = _named_classes(Path(data.classes))
     if not 2 <= classes.num_classes <= IGNORE - data.first_class:
-        raise InputError(
-            f"{printable(data.classes or data.train.annotations)} has {counted(classes.num_classes, 'class', 'classes')}"
-            f", expected from 2 to {IGNORE - data.first_class}"
-        )
+        source, count = data.classes or data.train.annotations, counted(classes.num_classes, "class", "classes")
+        raise InputError(f"{printable(source)} has {count}, expected from 2 to {IGNORE - data.first_class}")
     return PixelSplits(_found(data, data.train, classes), _found(data, data.val, classes), classes)
 
 
@@ -180,8 +178,8 @@ def _found(data: SegmentationDataConfig, split: LabelledSplitConfig, classes: Cl
     if missing:
         where = f"no entry in {printable(split.annotations)}" if split.annotations else "no file"
         raise InputError(
-            f"{len(missing)} of {len(names)} images have no map: there is {where} for {printable(labels / missing[0])}; "
-            "add the maps, or remove the images"
+            f"{len(missing)} of {len(names)} images have no map: there is {where} for "
+            f"{printable(labels / missing[0])}; add the maps, or remove the images"
         )
     return LabelledFiles(
         images,
@@ -256,6 +254,17 @@ class LabelledPixelSet(Dataset[LabelledPixels]):
             replaced=replaced,
         )
         return LabelledPixels(image, labels, target)
+
+    def subset(self, indices: Sequence[int]) -> LabelledPixelSet:
+        """Return the data set of the images at ``indices``."""
+        files, ids = self.files, self.files.image_ids
+        chosen = replace(
+            files,
+            names=tuple(files.names[index] for index in indices),
+            label_names=tuple(files.label_names[index] for index in indices),
+            image_ids=tuple(ids[index] for index in indices) if ids else (),
+        )
+        return LabelledPixelSet(chosen, self.transform, seed=self.seed, replace_unreadable=self.replace_unreadable)
 
     @cached_property
     def sizes(self) -> list[tuple[int, int] | None]:

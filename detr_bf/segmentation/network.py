@@ -62,7 +62,9 @@ class PyramidPooling(nn.Module):
 
     def __init__(self, in_channels: int, channels: int, bins: Sequence[int]) -> None:
         super().__init__()
-        self.pooled = nn.ModuleList(nn.Sequential(nn.AdaptiveAvgPool2d(n), _conv(in_channels, channels, 1)) for n in bins)
+        self.pooled = nn.ModuleList(
+            nn.Sequential(nn.AdaptiveAvgPool2d(n), _conv(in_channels, channels, 1)) for n in bins
+        )
         self.fuse = _conv(in_channels + len(bins) * channels, channels, 3)
 
     def forward(self, features: Tensor) -> Tensor:
@@ -107,7 +109,7 @@ class UperHead(nn.Module):
 def _classifier(channels: int, num_classes: int, dropout: float) -> nn.Sequential:
     last = nn.Conv2d(channels, num_classes, 1)
     nn.init.normal_(last.weight, std=0.01)
-    nn.init.zeros_(last.bias)
+    last.bias.data.zero_()  # type: ignore[union-attr]
     return nn.Sequential(nn.Dropout2d(dropout), last)
 
 

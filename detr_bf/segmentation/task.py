@@ -134,9 +134,7 @@ class SegmentationTask(Task[SegmentationConfig]):
         return model, classes
 
     @torch.no_grad()
-    def write_outputs(
-        self, folder: RunFolder, evaluate: Evaluation[SegmentationEvaluator], model: nn.Module
-    ) -> None:
+    def write_outputs(self, folder: RunFolder, evaluate: Evaluation[SegmentationEvaluator], model: nn.Module) -> None:
         """Write the validation sheet: images evenly spread over the split."""
         data, count = self.load_data(), self.config.eval.pictures
         if not count:
@@ -163,3 +161,23 @@ class SegmentationTask(Task[SegmentationConfig]):
         save_weights(target, kept)
         removed = len(checkpoint.weights) - len(kept)
         return f"{removed} tensors of the second head left out, which evaluation does not use; {len(kept)} in {target}"
+
+
+def read_segmenter(
+    source: Path, overrides: Sequence[str] = (), device: torch.device | None = None
+) -> tuple[nn.Module, SegmentationConfig, ClassMap]:
+    """Return the network of a run folder or checkpoint in evaluation mode, with its settings and classes.
+
+    Args:
+        overrides: settings to change, such as ``data.val.images=DIR``.
+
+    Raises:
+        InputError: the source is no checkpoint of a segmentation network.
+    """
+    checkpoint = load_checkpoint(checkpoint_of(source))
+    config = config_from_dict(checkpoint.config, overrides, source=f"the config in {source}")
+    if not isinstance(config, SegmentationConfig):
+        raise InputError(f"{source} is a run of the task {config.task}, expected segmentation")
+    task = SegmentationTask(config)
+    model = build_and_load(lambda: task.build_model(checkpoint.classes.num_classes), checkpoint.weights, source)
+    return model.to(device or device_of(config.device)).eval(), config, checkpoint.classes
