@@ -1,4 +1,4 @@
-"""mIoU of segmentation networks on images with noise and blur, as in table 9 of Context Broadcasting (arXiv 2210.08457).
+"""mIoU of segmentation networks under noise and blur, as in table 9 of Context Broadcasting (arXiv 2210.08457).
 
 Shape legend: B images, H x W pixels.
 """
@@ -130,14 +130,14 @@ def corrupted_scores(
                 moved = replace(batch, inputs=replace(batch.inputs, images=images)).to(loop.device)
                 evaluator.update(moved, model(moved.inputs))
     found: dict[str, list[float]] = {name: [] for name in CORRUPTIONS}
-    images = 0
+    count = 0
     for name, _, evaluator, _ in plan:
         result = evaluator.summarize()
         if result.mIoU is None:
             raise InputError("no pixel of the images has a class, and mIoU needs some: give other images")
         found[name].append(result.mIoU)
-        images = result.num_images
-    return CorruptedScores(tuple(CorruptedScore(name, tuple(values), images) for name, values in found.items()))
+        count = result.num_images
+    return CorruptedScores(tuple(CorruptedScore(name, tuple(values), count) for name, values in found.items()))
 
 
 def draw_corruptions(runs: Mapping[str, CorruptedScores]) -> Figure:

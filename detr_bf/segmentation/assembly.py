@@ -20,7 +20,7 @@ from detr_bf.common.structures import ClassMap
 from detr_bf.config.common import resolved_number
 from detr_bf.data.batches import SameSizeBatches
 from detr_bf.data.loader import BatchLoader, make_loader
-from detr_bf.engine import EvaluationLoop, build_optimizer, image_parameter_groups
+from detr_bf.engine import EvaluationLoop, build_optimizer, parameter_groups
 from detr_bf.segmentation.augmentation import EvalResize, TrainCrop
 from detr_bf.segmentation.batch import SegmentationBatch
 from detr_bf.segmentation.config import SegmentationConfig, SegmentationTransformConfig
@@ -75,10 +75,18 @@ def build_segmenter(config: SegmentationConfig, num_classes: int, *, pretrained:
 
 
 def segmentation_optimizer(config: SegmentationConfig, network: nn.Module) -> torch.optim.Optimizer:
-    """Return AdamW."""
+    """Return AdamW, with groups for the head and for the backbone."""
     optimizer = config.optimizer
-    groups = image_parameter_groups(network, lr=resolved_number(optimizer.lr), weight_decay=optimizer.weight_decay)
-    return build_optimizer(groups, betas=tuple(optimizer.betas))
+    lr = resolved_number(optimizer.lr)
+    groups = parameter_groups(
+        network,
+        lr=lr,
+        backbone_lr=lr if optimizer.backbone_lr is None else optimizer.backbone_lr,
+        weight_decay=optimizer.weight_decay,
+        decay_vectors=False,
+    )
+    named_groups = [{**group, "name": group["name"].replace("transformer", "head")} for group in groups]
+    return build_optimizer(named_groups, betas=tuple(optimizer.betas))
 
 
 def read_segmentation_splits(config: SegmentationConfig) -> PixelSplits:

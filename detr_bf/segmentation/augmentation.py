@@ -13,19 +13,21 @@ from torch import Tensor
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional
 
+from detr_bf.data.transforms import resized_size
 from detr_bf.segmentation.batch import IGNORE
 
+PHOTOMETRIC = v2.Compose(  # the limits of mmsegmentation, whose changes of brightness are added
+    [
+        v2.RandomApply([v2.ColorJitter(**{name: limits})])
+        for name, limits in {
+            "brightness": (0.875, 1.125),
+            "contrast": (0.5, 1.5),
+            "saturation": (0.5, 1.5),
+            "hue": (-0.05, 0.05),
+        }.items()
+    ]
+)
 _ATTEMPTS = 10  # to find a crop with enough of a second class
-
-
-def resized_size(size: tuple[int, int], short_side: int, max_size: int, scale: float = 1.0) -> tuple[int, int]:
-    """Return the size (height, width) of an image resized to ``short_side``, or less so that ``max_size`` holds.
-
-    ``scale`` multiplies both limits. Sides are rounded to the nearest pixel, and are 1 or more.
-    """
-    factor = scale * min(short_side / min(size), max_size / max(size))
-    height, width = (max(1, round(factor * side)) for side in size)
-    return height, width
 
 
 @dataclass(frozen=True)
@@ -36,8 +38,7 @@ class EvalResize:
     max_size: int
 
     def __call__(self, image: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        height, width = image.shape[-2:]
-        size = resized_size((height, width), self.short_side, self.max_size)
+        size = resized_size(*image.shape[-2:], self.short_side, self.max_size)
         return functional.resize_image(image, list(size), antialias=True), labels
 
 
@@ -66,8 +67,8 @@ class TrainCrop:
     def __call__(self, image: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         low, high = self.scales
         scale = low + (high - low) * float(torch.rand(()))
-        height, width = image.shape[-2:]
-        size = list(resized_size((height, width), self.short_side, self.max_size, scale))
+        limits = (max(1, round(scale * side)) for side in (self.short_side, self.max_size))
+        size = list(resized_size(*image.shape[-2:], *limits))
         labels = functional.resize_mask(labels[None], size)[0]
         top, left = self._corner(labels)
         rows, columns = slice(top, top + self.crop), slice(left, left + self.crop)
@@ -76,7 +77,7 @@ class TrainCrop:
         if float(torch.rand(())) < self.horizontal_flip:
             image, labels = image.flip(-1), labels.flip(-1)
         if self.photometric:
-            image = v2.RandomPhotometricDistort()(image)
+            image = PHOTOMETRIC(image)
         return image.contiguous(), labels.contiguous()
 
     def _corner(self, labels: Tensor) -> tuple[int, int]:

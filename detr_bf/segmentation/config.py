@@ -102,6 +102,7 @@ class SegmentationOptimizerConfig(OptimizerConfig):
     """AdamW."""
 
     lr: float = not_negative(6e-5, RATE)  # learning rate
+    backbone_lr: float | None = not_negative(None, RATE)  # of the backbone; null: lr
     weight_decay: float = not_negative(0.01)  # of matrices; biases, norms, positions and tokens have none
     betas: list[float] = numbers(0.9, 0.999)  # of AdamW
     schedule: str = choice("linear", "cosine", "step")  # of the learning rate; linear: down to 0

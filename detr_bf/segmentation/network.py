@@ -6,7 +6,7 @@ Shape legend: B images, K classes, H x W pixels of the padded batch, C channels,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -148,12 +148,3 @@ class Segmenter(nn.Module):
         if self.training and self.auxiliary is not None:
             second = self.auxiliary(features[max(len(features) - 2, 0)])
         return SegmentationOutputs(self.head(features), (height, width), second)
-
-    def no_weight_decay(self) -> set[str]:
-        """Return the names of the parameters that the networks in the backbone exempt, such as positions."""
-        return set(self._exempt())
-
-    def _exempt(self) -> Iterator[str]:
-        for prefix, part in self.backbone.named_modules(prefix="backbone"):
-            if hasattr(part, "no_weight_decay"):
-                yield from (f"{prefix}.{name}" for name in part.no_weight_decay())
