@@ -208,8 +208,8 @@ class PanopticSummary:
 
     @property
     def metrics(self) -> dict[str, float | None]:
-        """Return the nine metrics and mIoU by name."""
-        return {name: getattr(self, name) for name in (*PANOPTIC_METRIC_NAMES, "mIoU")}
+        """Return the nine metrics by name."""
+        return {name: getattr(self, name) for name in PANOPTIC_METRIC_NAMES}
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain dictionaries and numbers for JSON."""
@@ -240,7 +240,8 @@ class Result:
     def metrics(self) -> dict[str, float | None]:
         """Return all metrics by name, with the losses; those of masks begin with ``mask/``."""
         masks = {f"mask/{name}": value for name, value in self.masks.metrics.items()} if self.masks else {}
-        return self.boxes.metrics | masks | (self.panoptic.metrics if self.panoptic else {}) | dict(self.losses)
+        panoptic = self.panoptic.metrics | {"mIoU": self.panoptic.mIoU} if self.panoptic else {}
+        return self.boxes.metrics | masks | panoptic | dict(self.losses)
 
     @property
     def score(self) -> float:
