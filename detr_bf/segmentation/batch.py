@@ -5,7 +5,7 @@ Shape legend: B images, H x W pixels of the padded batch, h x w pixels of one im
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -56,14 +56,12 @@ class SegmentationBatch:
         return cls(images, tuple(sample.labels for sample in samples))
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> SegmentationBatch:
-        return self._copied(lambda tensor: tensor.to(device, non_blocking=non_blocking), self.inputs.to(device, True))
+        labels = tuple(each.to(device, non_blocking=non_blocking) for each in self.targets)
+        return SegmentationBatch(self.inputs.to(device, non_blocking), labels)
 
     def pin_memory(self) -> SegmentationBatch:
         """Called by the DataLoader."""
-        return self._copied(Tensor.pin_memory, self.inputs.pin_memory())
-
-    def _copied(self, copy: Callable[[Tensor], Tensor], inputs: Batch) -> SegmentationBatch:
-        return SegmentationBatch(inputs, tuple(map(copy, self.targets)))
+        return SegmentationBatch(self.inputs.pin_memory(), tuple(each.pin_memory() for each in self.targets))
 
     def to_dict(self) -> dict[str, Any]:
         """Return tensors and plain values, for a capture of the step."""
