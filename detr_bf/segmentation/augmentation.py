@@ -67,8 +67,8 @@ class TrainCrop:
     def __call__(self, image: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         low, high = self.scales
         scale = low + (high - low) * float(torch.rand(()))
-        limits = (max(1, round(scale * side)) for side in (self.short_side, self.max_size))
-        size = list(resized_size(*image.shape[-2:], *limits))
+        short_side, max_size = (max(1, round(scale * side)) for side in (self.short_side, self.max_size))
+        size = list(resized_size(*image.shape[-2:], short_side, max_size))
         labels = functional.resize_mask(labels[None], size)[0]
         top, left = self._corner(labels)
         rows, columns = slice(top, top + self.crop), slice(left, left + self.crop)

@@ -115,6 +115,17 @@ class SegmentationOptimizerConfig(OptimizerConfig):
 
 
 @dataclass
+class SegmentationLossConfig:
+    """Cross-entropy of the pixels."""
+
+    class_weights: list[float] = numbers()  # of the pixels of each class, in the order of the classes; empty: all 1
+
+    def check_values(self, prefix: str) -> None:
+        if self.class_weights and (min(self.class_weights) < 0 or not any(self.class_weights)):
+            raise InputError(f"{prefix}class_weights must be 0 or more, and one above 0; got {self.class_weights}")
+
+
+@dataclass
 class SegmentationEvalConfig:
     """Evaluation of semantic maps, at the size of the map of each image."""
 
@@ -130,6 +141,7 @@ class SegmentationConfig(RunConfig):
     model: SegmentationModelConfig = field(default_factory=SegmentationModelConfig)
     plugins: SegmentationPluginsConfig = field(default_factory=SegmentationPluginsConfig)
     data: SegmentationDataConfig = field(default_factory=SegmentationDataConfig)
+    loss: SegmentationLossConfig = field(default_factory=SegmentationLossConfig)
     optimizer: SegmentationOptimizerConfig = field(default_factory=SegmentationOptimizerConfig)
     eval: SegmentationEvalConfig = field(default_factory=SegmentationEvalConfig)
 

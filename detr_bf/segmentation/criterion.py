@@ -27,31 +27,37 @@ class SegmentationCriterion:
 
     Args:
         auxiliary_weight: of the second head.
+        class_weights: K weights of the pixels in the mean; empty: all 1.
     """
 
-    def __init__(self, auxiliary_weight: float) -> None:
+    def __init__(self, auxiliary_weight: float, class_weights: Sequence[float] = ()) -> None:
         self.auxiliary_weight = auxiliary_weight
+        self.class_weights = torch.tensor(class_weights) if class_weights else None
 
     def __call__(self, outputs: SegmentationOutputs, labels: Sequence[Tensor]) -> LossReport:
         """Return the losses for maps (h, w) uint8, one for each image."""
         stacked = stacked_labels(labels, outputs.size)
-        losses, weights = {"loss_ce": pixel_cross_entropy(outputs.logits, stacked)}, {"loss_ce": 1.0}
+        factors = None if self.class_weights is None else self.class_weights.to(stacked.device)
+        losses, weights = {"loss_ce": pixel_cross_entropy(outputs.logits, stacked, factors)}, {"loss_ce": 1.0}
         if outputs.auxiliary is not None:
-            losses["loss_auxiliary"] = pixel_cross_entropy(outputs.auxiliary, stacked)
+            losses["loss_auxiliary"] = pixel_cross_entropy(outputs.auxiliary, stacked, factors)
             weights["loss_auxiliary"] = self.auxiliary_weight
         return LossReport(losses, weights)
 
 
-def pixel_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+def pixel_cross_entropy(logits: Tensor, labels: Tensor, class_weights: Tensor | None = None) -> Tensor:
     """Return the mean cross-entropy over the pixels with a class, 0 without any.
 
     Args:
         logits: (B, K, h', w'), interpolated to the size of the labels, in float32.
         labels: (B, H, W) int64, IGNORE: no class.
+        class_weights: (K,), of the pixels in the mean; None: all 1.
     """
     full = interpolated(logits.float(), labels.shape[-2:])
-    total = F.cross_entropy(full, labels, ignore_index=IGNORE, reduction="sum")
-    return total / (labels != IGNORE).sum().clamp(min=1)
+    total = F.cross_entropy(full, labels, class_weights, ignore_index=IGNORE, reduction="sum")
+    known = labels[labels != IGNORE]
+    amount = torch.tensor(len(known)) if class_weights is None else class_weights[known].sum()
+    return total / (amount.to(total.device) if len(known) else 1.0)
 
 
 def stacked_labels(labels: Sequence[Tensor], size: tuple[int, int]) -> Tensor:

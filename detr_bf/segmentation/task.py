@@ -96,6 +96,9 @@ class SegmentationTask(Task[SegmentationConfig]):
             logger.info(load_fitting(model, weights, self.config.init_from))
 
     def check_model(self, model: nn.Module, data: SegmentationData) -> None:
+        weights, count = self.config.loss.class_weights, data.class_map.num_classes
+        if weights and len(weights) != count:
+            raise InputError(f"loss.class_weights has {len(weights)} numbers for {count} classes: give one for each")
         rows = min(self.config.train.batch_size, len(data.train) // distributed.world_size())
         if rows < 2 and 1 in self.config.model.bins:
             raise InputError(
@@ -104,7 +107,7 @@ class SegmentationTask(Task[SegmentationConfig]):
             )
 
     def build_criterion(self, model: nn.Module, class_counts: Sequence[int] | None = None) -> Criterion:
-        return SegmentationCriterion(self.config.model.auxiliary_weight)
+        return SegmentationCriterion(self.config.model.auxiliary_weight, self.config.loss.class_weights)
 
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         return segmentation_optimizer(self.config, model)

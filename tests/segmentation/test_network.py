@@ -72,15 +72,16 @@ def test_every_map_reaches_the_logits() -> None:
     assert all(each.grad is not None and bool(each.grad.abs().sum() > 0) for each in maps)
 
 
-def loss_by_hand(logits: Tensor, labels: list[np.ndarray]) -> float:
-    """Return the mean of -log softmax over all pixels with a class, pixel by pixel."""
-    terms = []
+def loss_by_hand(logits: Tensor, labels: list[np.ndarray], weights: tuple[float, ...] = (1, 1, 1)) -> float:
+    """Return the weighted mean of -log softmax over all pixels with a class, pixel by pixel."""
+    terms, factors = [], []
     for image, classes in zip(logits.double().numpy(), labels, strict=True):
         for (row, column), label in np.ndenumerate(classes):
             if label != IGNORE:
                 scores = image[:, row, column]
                 terms.append(np.log(np.exp(scores).sum()) - scores[label])
-    return float(np.mean(terms))
+                factors.append(weights[label])
+    return float(np.average(terms, weights=factors))
 
 
 def test_the_loss_is_the_mean_over_pixels_with_a_class() -> None:
@@ -94,12 +95,15 @@ def test_the_loss_is_the_mean_over_pixels_with_a_class() -> None:
     assert float(report.losses["loss_auxiliary"]) == pytest.approx(loss_by_hand(logits.flip(1), labels), rel=1e-5)
     total = report.losses["loss_ce"] + 0.4 * report.losses["loss_auxiliary"]
     assert torch.allclose(report.total, total)
+    weighted = SegmentationCriterion(0.4, [5, 1, 0.5])(outputs, [torch.from_numpy(each) for each in labels])
+    assert float(weighted.losses["loss_ce"]) == pytest.approx(loss_by_hand(logits, labels, (5, 1, 0.5)), rel=1e-5)
 
 
-def test_a_batch_without_classes_has_a_loss_of_zero_with_gradients() -> None:
+@pytest.mark.parametrize("weights", [[], [5.0, 1.0, 1.0]])
+def test_a_batch_without_classes_has_a_loss_of_zero_with_gradients(weights: list[float]) -> None:
     logits = torch.randn(1, 3, 4, 4, requires_grad=True)
     outputs = SegmentationOutputs(logits, (8, 8))
-    loss = SegmentationCriterion(0.4)(outputs, [torch.full((8, 8), IGNORE, dtype=torch.uint8)]).total
+    loss = SegmentationCriterion(0.4, weights)(outputs, [torch.full((8, 8), IGNORE, dtype=torch.uint8)]).total
     loss.backward()
     assert float(loss.detach()) == 0
     assert torch.equal(logits.grad, torch.zeros_like(logits))

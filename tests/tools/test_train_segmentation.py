@@ -158,6 +158,10 @@ def test_other_classes_and_one_image_a_batch_are_refused(
     named = f"init_from={trained / 'best.pt'}"
     assert train(tmp_path, named, "--eval-only", f"output_dir={tmp_path / 'run'}") == 2
     assert "trained on the classes red, green, blue, the data has red, green, yellow" in capsys.readouterr().err
+    assert train(tmp_path, "loss.class_weights=[1, 2]", f"output_dir={tmp_path / 'other'}") == 2
+    assert "loss.class_weights has 2 numbers for 3 classes" in capsys.readouterr().err
+    assert train(tmp_path, "loss.class_weights=[1, -2, 1]", f"output_dir={tmp_path / 'other'}") == 2
+    assert "loss.class_weights must be 0 or more, and one above 0" in capsys.readouterr().err
     assert train(tmp_path, "train.batch_size=1", f"output_dir={tmp_path / 'other'}") == 2
     assert "train.batch_size=1: the batch norm" in capsys.readouterr().err
 
