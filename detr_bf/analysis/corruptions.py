@@ -150,6 +150,7 @@ def draw_corruptions(runs: Mapping[str, CorruptedScores]) -> Figure:
         axes.errorbar(range(len(names)), values, errors, fmt="o", color=colours[name], capsize=3, label=plain(name))
     axes.set_xticks(range(len(names)), [each.replace(", ", ",\n").replace("Gaussian ", "Gaussian\n") for each in names])
     axes.tick_params(axis="x", labelsize=8)
+    axes.margins(x=0.08)
     axes.set_ylim(bottom=0)
     add_legend(axes)
     return figure

@@ -38,7 +38,8 @@ class EvalResize:
     max_size: int
 
     def __call__(self, image: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        size = resized_size(*image.shape[-2:], self.short_side, self.max_size)
+        height, width = image.shape[-2:]
+        size = resized_size(height, width, self.short_side, self.max_size)
         return functional.resize_image(image, list(size), antialias=True), labels
 
 
@@ -68,7 +69,8 @@ class TrainCrop:
         low, high = self.scales
         scale = low + (high - low) * float(torch.rand(()))
         short_side, max_size = (max(1, round(scale * side)) for side in (self.short_side, self.max_size))
-        size = list(resized_size(*image.shape[-2:], short_side, max_size))
+        height, width = image.shape[-2:]
+        size = list(resized_size(height, width, short_side, max_size))
         labels = functional.resize_mask(labels[None], size)[0]
         top, left = self._corner(labels)
         rows, columns = slice(top, top + self.crop), slice(left, left + self.crop)
