@@ -1,4 +1,4 @@
-"""Analyse trained detectors and classifiers: writes OUTPUT/NAME.csv and a picture that compares the runs."""
+"""Analyse trained models: writes OUTPUT/NAME.csv and a picture that compares the runs."""
 
 from __future__ import annotations
 

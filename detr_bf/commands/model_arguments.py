@@ -38,7 +38,7 @@ ANALYSIS_NAMES = (
 )
 
 
-_PREDICT = """Detect objects in images, or classify images, and write pictures and JSON or panoptic maps.
+_PREDICT = """Detect objects in images, or classify images or their pixels, and write pictures, JSON or maps.
 
 detr-bf predict runs/demo photo.jpg folder/ --output predictions
 
@@ -329,7 +329,7 @@ def convert_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     return options
 
 
-_ANALYZE = """Analyse trained detectors and classifiers: writes OUTPUT/NAME.csv and a picture that compares the runs.
+_ANALYZE = """Analyse trained models: writes OUTPUT/NAME.csv and a picture that compares the runs.
 
 detr-bf analyze batch-attention runs/mine --output pictures --auto 3
 detr-bf analyze batch-attention runs/mine --output pictures --image photo.jpg --point 120,80
@@ -337,6 +337,7 @@ detr-bf analyze attention-entropy runs/plain runs/broadcasting --output pictures
 detr-bf analyze fgsm runs/plain --output pictures --images 10000 --epsilons 1,2 data.root=DIR
 detr-bf analyze patch-similarity runs/plain --output pictures --split train --images 10000
 detr-bf analyze mini-batch-inference runs/mine --output tables --batch-size 24 --seed 1
+detr-bf analyze corruptions runs/plain runs/broadcasting --output pictures
 
 batch-attention and feature-maps are for detectors and classifiers; queries, panoptic and mini-batch-inference (a table
 without a picture) are for detectors; corruptions is for segmentation networks; all others are for classifiers.

@@ -1,4 +1,4 @@
-"""Detect objects in images, or classify images, and write pictures and JSON; with --panoptic write panoptic maps."""
+"""Detect objects in images, or classify images or pixels, and write pictures, JSON or maps."""
 
 from __future__ import annotations
 
