@@ -48,6 +48,7 @@ CONTENTS = {
         "docs/errors",
         "docs/faq",
         "docs/panoptic",
+        "docs/segmentation",
         "docs/classifiers",
         "docs/vision_transformers",
         "docs/distributed",

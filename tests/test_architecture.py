@@ -47,13 +47,15 @@ _IMPORTS = {
     "interop assembly planning",
     "classification": "common acceleration config batchformer losses data data/samples data/checks evaluation "
     "report transformer backbones plugins engine interop assembly tasks",
+    "segmentation": "common acceleration config losses data data/checks evaluation report backbones engine interop "
+    "assembly tasks",
     "inference": "common config batchformer losses data data/formats evaluation report detectors engine "
-    "interop export assembly tasks classification",
+    "interop export assembly tasks classification segmentation",
     "comparison": "common config data/formats evaluation report engine assembly tasks",
     "analysis": "common config batchformer losses data evaluation report transformer plugins engine assembly "
-    "tasks classification",
+    "tasks classification segmentation",
     "commands": "common acceleration config data data/samples data/checks data/formats evaluation report "
-    "plugins engine interop export assembly planning tasks classification inference comparison "
+    "plugins engine interop export assembly planning tasks classification segmentation inference comparison "
     "analysis",
     "detectron2": "common config losses data evaluation backbones detectors engine interop assembly inference",
     "__init__": "common interop inference",

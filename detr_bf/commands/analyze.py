@@ -1,4 +1,4 @@
-"""Analyse trained detectors and classifiers: writes OUTPUT/NAME.csv and a picture that compares the runs."""
+"""Analyse trained models: writes OUTPUT/NAME.csv and a picture that compares the runs."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import csv
 import io
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,6 +24,7 @@ from detr_bf.analysis.batch_attention import (
     place_in,
 )
 from detr_bf.analysis.classification import ANALYSES, EPSILONS, Analysis, Pixels, Subject
+from detr_bf.analysis.corruptions import corrupted_scores, draw_corruptions
 from detr_bf.analysis.detection import (
     compare_mini_batch_inference,
     draw_queries,
@@ -43,14 +46,19 @@ from detr_bf.common.progress import progress_bar
 from detr_bf.common.text import counted, csv_cell, printable, safe_message
 from detr_bf.data.batches import IndexBatches
 from detr_bf.data.loader import make_loader
+from detr_bf.engine import EvaluationLoop
 from detr_bf.report import class_labels, save_picture
 from detr_bf.report.figures import save_figure
 from detr_bf.report.panoptic import panoptic_comparison
+from detr_bf.segmentation.assembly import build_segmentation_data, segmentation_loop
+from detr_bf.segmentation.batch import SegmentationBatch
+from detr_bf.segmentation.criterion import SegmentationEvaluator
+from detr_bf.segmentation.task import read_segmenter
 
 logger = logging.getLogger(__name__)
 
 BATCH_ATTENTION, QUERIES, PANOPTIC = "batch-attention", "queries", "panoptic"
-FEATURE_MAPS, MINI_BATCH = "feature-maps", "mini-batch-inference"
+FEATURE_MAPS, MINI_BATCH, CORRUPTED = "feature-maps", "mini-batch-inference", "corruptions"
 BATCH_SIZE = 64  # images, of classifiers
 IMAGES_SHOWN = 6  # images
 QUERY_IMAGES = 200  # whose boxes are collected
@@ -61,6 +69,7 @@ BATCH_SHOWN = 8  # most images of a batch, unless asked for more
 def main(options: argparse.Namespace) -> int:
     """Analyse runs, and write the table and the picture; options that the analysis would ignore are errors."""
     named = {BATCH_ATTENTION: _batch_attention, QUERIES: _queries, PANOPTIC: _panoptic, MINI_BATCH: _mini_batch}
+    named[CORRUPTED] = _corruptions
     if options.name == FEATURE_MAPS and task_of_checkpoint(Path(options.runs[0])) == "detection":
         named[FEATURE_MAPS] = _feature_maps
     if options.name in named and options.split != "val":
@@ -166,6 +175,29 @@ def _mini_batch(options: argparse.Namespace) -> int:
     write_table(table, rows)
     print(safe_message(table))
     return 0
+
+
+def _corruptions(options: argparse.Namespace) -> int:
+    """Measure mIoU of segmentation networks on images with noise and blur."""
+    table, picture = _outputs(options)
+    _check_counts(options)
+    found = {}
+    for name, source in run_names([Path(run) for run in options.runs]).items():
+        model, config, classes = read_segmenter(source, options.overrides, device_of(options.device))
+        config.eval.batch_size = options.batch_size or config.eval.batch_size
+        data = build_segmentation_data(config)
+        if data.class_map.names != classes.names:
+            raise InputError(f"{source} was trained on other classes than its data now have")
+        count = min(options.images or len(data.val), len(data.val))
+        chosen = torch.randperm(len(data.val), generator=torch.Generator().manual_seed(options.seed))[:count]
+        loop = segmentation_loop(config, data.val.subset(sorted(chosen.tolist())), device_of(options.device))
+        loop = replace(loop, make_batches=partial(_with_progress, loop, f"{options.name}, {name}"))
+        found[name] = corrupted_scores(model, loop, partial(SegmentationEvaluator, classes), seed=options.seed)
+    return _write(table, picture, draw_corruptions(found), {name: own.rows() for name, own in found.items()})
+
+
+def _with_progress(loop: EvaluationLoop, description: str, start: int) -> Iterator[SegmentationBatch]:
+    return iter(progress_bar(loop.make_batches(start), total=loop.num_batches, desc=description, unit="batch"))
 
 
 def _check_counts(options: argparse.Namespace) -> None:

@@ -34,10 +34,11 @@ ANALYSIS_NAMES = (
     "occlusion",
     "missing-patches",
     "fgsm",
+    "corruptions",
 )
 
 
-_PREDICT = """Detect objects in images, or classify images, and write pictures and JSON or panoptic maps.
+_PREDICT = """Detect objects in images, or classify images or their pixels, and write pictures, JSON or maps.
 
 detr-bf predict runs/demo photo.jpg folder/ --output predictions
 
@@ -315,13 +316,20 @@ def convert_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
         const="masked_autoencoding",
         help="write the encoder of a masked autoencoder",
     )
+    action.add_argument(
+        "--strip-auxiliary",
+        dest="task",
+        action="store_const",
+        const="segmentation",
+        help="write the weights of a segmentation network without the head that only training uses",
+    )
     options = parser.parse_args(given)
     if options.classes and options.task:
         parser.error("--classes goes with --to, or with neither --strip-... nor --encoder")
     return options
 
 
-_ANALYZE = """Analyse trained detectors and classifiers: writes OUTPUT/NAME.csv and a picture that compares the runs.
+_ANALYZE = """Analyse trained models: writes OUTPUT/NAME.csv and a picture that compares the runs.
 
 detr-bf analyze batch-attention runs/mine --output pictures --auto 3
 detr-bf analyze batch-attention runs/mine --output pictures --image photo.jpg --point 120,80
@@ -329,9 +337,10 @@ detr-bf analyze attention-entropy runs/plain runs/broadcasting --output pictures
 detr-bf analyze fgsm runs/plain --output pictures --images 10000 --epsilons 1,2 data.root=DIR
 detr-bf analyze patch-similarity runs/plain --output pictures --split train --images 10000
 detr-bf analyze mini-batch-inference runs/mine --output tables --batch-size 24 --seed 1
+detr-bf analyze corruptions runs/plain runs/broadcasting --output pictures
 
 batch-attention and feature-maps are for detectors and classifiers; queries, panoptic and mini-batch-inference (a table
-without a picture) are for detectors; all others are for classifiers.
+without a picture) are for detectors; corruptions is for segmentation networks; all others are for classifiers.
 """
 
 

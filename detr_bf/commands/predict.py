@@ -1,4 +1,4 @@
-"""Detect objects in images, or classify images, and write pictures and JSON; with --panoptic write panoptic maps."""
+"""Detect objects in images, or classify images or pixels, and write pictures, JSON or maps."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from detr_bf.common.files import (
     read_json_object,
     remove_empty,
     write_json,
+    write_text,
 )
 from detr_bf.common.progress import progress_bar, setup_logging
 from detr_bf.common.structures import ClassMap, PanopticMap
@@ -39,8 +40,10 @@ from detr_bf.inference.loading import load_predictor
 from detr_bf.inference.prediction import FramePrediction, Prediction
 from detr_bf.inference.predictor import Predictor
 from detr_bf.inference.references import NO_REFERENCES
+from detr_bf.inference.segmentation import SegmentationPredictor
 from detr_bf.inference.tiling import check_tile
 from detr_bf.report import ProbableClasses, class_labels, draw_panoptic, prediction_sheet, save_picture
+from detr_bf.segmentation.page import as_segments
 
 if TYPE_CHECKING:
     from detr_bf.inference.classifier import ClassifierPredictor
@@ -80,7 +83,12 @@ def main(options: argparse.Namespace) -> int:
     files = list(image_files(inputs, output.written))
     predictor = load_predictor(options.run, options.device)
     images = InputImages(files, predictor, [path for path in inputs if path.is_dir()], options.reference)
-    if not isinstance(predictor, Predictor):
+    if isinstance(predictor, SegmentationPredictor):
+        _check_unused(options, predictor.kind, threshold is not None, reference=options.reference is not None)
+        if options.panoptic:
+            raise InputError(f"{options.run} is of {predictor.kind}, and --panoptic needs a detector with masks")
+        done = write_semantic_maps(output, predictor, images)
+    elif not isinstance(predictor, Predictor):
         if options.panoptic:
             raise InputError(f"{options.run} is of a classifier, and --panoptic needs a detector with masks")
         if isinstance(threshold, str):
@@ -121,7 +129,7 @@ def _run_video(options: argparse.Namespace, output: Output, threshold: float | s
         raise InputError("a video gives predictions.jsonl alone: leave out --panoptic, --save-pictures and --format")
     predictor, video, damage = load_predictor(options.run, options.device), options.inputs[0], ""
     if not isinstance(predictor, Predictor):
-        raise InputError(f"{options.run} is of a classifier, and videos need a detector")
+        raise InputError(f"{options.run} is of {predictor.kind}, and videos need a detector")
     every, name = 1 if options.every is None else options.every, OBJECT_FORMATS["jsonl"]
     asked = {name: getattr(options, name) for name in ("live", "reconnect", "tile", "half", "reference")}
     found = predictor.predict_video(video, every, threshold=threshold, **asked)
@@ -239,7 +247,7 @@ class InputImages:
     def __init__(
         self,
         files: Sequence[Path],
-        predictor: Predictor | ClassifierPredictor,
+        predictor: Predictor | ClassifierPredictor | SegmentationPredictor,
         folders: Sequence[Path] = (),
         reference: Path | None = None,
     ) -> None:
@@ -501,6 +509,20 @@ def write_panoptic_maps(output: Output, predictor: Predictor, images: InputImage
     with output.writing([*names.values(), *maps_of_images, "panoptic.json"], images.all_files):
         write_panoptic(folder / "panoptic.json", folder / "panoptic", maps(), predictor.class_map, names)
     return [f"panoptic maps of {counted(len(images.files) - len(images.unreadable), 'image')}: {printable(folder)}"]
+
+
+def write_semantic_maps(output: Output, predictor: SegmentationPredictor, images: InputImages) -> list[str]:
+    """Write pictures, the maps as grey PNG files of class indices in ``maps``, and the names in ``classes.txt``."""
+    names, labels, folder = images.picture_names(), class_labels(predictor.class_map), output.folder
+    maps = {number: f"maps/{name}" for number, name in names.items()}
+    with output.writing([*names.values(), *maps.values(), "classes.txt"], images.all_files):
+        make_output_folder(folder / "maps", "--output")
+        for number, _, image, _ in images:
+            found = predictor(image)
+            save_picture(folder / names[number], draw_panoptic(image, as_segments(found, number), labels))
+            save_picture(folder / maps[number], found[None])
+        write_text(folder / "classes.txt", "".join(f"{name}\n" for name in predictor.class_map.names))
+    return [f"maps of {counted(len(images.files) - len(images.unreadable), 'image')}: {printable(folder)}"]
 
 
 def _stem(file: Path) -> str:

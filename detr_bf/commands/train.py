@@ -1,4 +1,4 @@
-"""Train, fine-tune and evaluate: detectors, classifiers and masked autoencoders.
+"""Train, fine-tune and evaluate models of every task.
 
 Configs are read and checked before torch is imported, so that a wrong setting is reported at once.
 """

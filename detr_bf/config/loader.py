@@ -35,6 +35,7 @@ SCHEMAS = {  # by task, module and class; the first one is the default, and the 
     "detection": ("detr_bf.config.detection", "DetectionConfig"),
     "classification": ("detr_bf.classification.config", "ClassifierConfig"),
     "masked_autoencoding": ("detr_bf.classification.masked_config", "MaskedConfig"),
+    "segmentation": ("detr_bf.segmentation.config", "SegmentationConfig"),
 }
 _LONGEST = 2**18  # bytes of a config file
 _NODES = 100_000  # values of a config file after its aliases are expanded

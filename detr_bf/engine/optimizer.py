@@ -273,8 +273,9 @@ class LearningRate:
     """Learning rate schedule: optimizer step, from 0, perhaps a fraction -> factor of every group's learning rate.
 
     ``step``: times ``drop_factor`` at each of ``drop_steps``. ``cosine``: half a cosine down to ``min_factor`` at
-    ``total_steps``. ``flat_cosine``: 1 for ``flat_steps``, then half a cosine down to ``min_factor``, which the last
-    ``final_steps`` have (DEIM, Huang et al. 2024, arXiv 2412.04234, section 4.1 and authors' code). All rise over
+    ``total_steps``. ``linear``: straight down to 0 at ``total_steps``, from the first step on (mmsegmentation's
+    polynomial of power 1). ``flat_cosine``: 1 for ``flat_steps``, then half a cosine down to ``min_factor``, which the
+    last ``final_steps`` have (DEIM, Huang et al. 2024, arXiv 2412.04234, section 4.1 and authors' code). All rise over
     ``warmup_steps``, linearly or with an exponent of ``warmup_power``.
     """
 
@@ -292,6 +293,8 @@ class LearningRate:
         warmup: float = min(1.0, (step + 1) / (self.warmup_steps + 1)) ** self.warmup_power
         if self.schedule == "step":
             return float(warmup * self.drop_factor ** sum(step >= drop for drop in self.drop_steps))
+        if self.schedule == "linear":
+            return warmup * max(0.0, 1 - step / max(1, self.total_steps))
         begin = self.flat_steps if self.schedule == "flat_cosine" else self.warmup_steps
         progress = (step - begin) / max(1, self.total_steps - self.final_steps - begin)
         fall = 0.5 * (1 + math.cos(math.pi * min(max(progress, 0.0), 1.0)))

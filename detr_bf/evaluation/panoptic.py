@@ -34,6 +34,7 @@ from detr_bf.data.images import MAX_PIXELS
 from detr_bf.data.masks import encoded_ids, read_ids
 from detr_bf.evaluation.panoptic_errors import SegmentMatches, SegmentPair, segment_errors
 from detr_bf.evaluation.results import PANOPTIC_METRIC_NAMES, PanopticClassResult, PanopticSummary
+from detr_bf.evaluation.semantic import SemanticResult, summarize_counts
 
 
 class PanopticFile(Mapping[int, PanopticMap]):
@@ -64,6 +65,11 @@ class PanopticFile(Mapping[int, PanopticMap]):
         """Read the PNG of an image; :class:`InputError` if that fails, KeyError for an image without annotation."""
         entry = self._entries[image_id]
         return PanopticMap(image_id, read_ids(self._folder / entry.file_name, self._max_pixels), entry.segments)
+
+    @property
+    def file_names(self) -> dict[int, str]:
+        """Names of the PNG files by image id."""
+        return {image_id: entry.file_name for image_id, entry in self._entries.items()}
 
     def __contains__(self, image_id: object) -> bool:
         return image_id in self._entries
@@ -355,8 +361,23 @@ class PanopticEvaluator:
                 f"{len(missing)} of {len(self._truths)} images were not evaluated, the first of image id {missing[0]}: "
                 "evaluate all images, or call summarize(partial=True)"
             )
-        per_class = _per_class([self._counts[image_id] for image_id in sorted(self._counts)], self.class_map)
-        return PanopticSummary(**_nine_numbers(per_class.values()), per_class=per_class, num_images=len(self._counts))
+        images = [self._counts[image_id] for image_id in sorted(self._counts)]
+        per_class = _per_class(images, self.class_map)
+        return PanopticSummary(
+            **_nine_numbers(per_class.values()),
+            per_class=per_class,
+            num_images=len(self._counts),
+            mIoU=self._semantic(images).mIoU,
+        )
+
+    def _semantic(self, images: Sequence[SegmentMatches]) -> SemanticResult:
+        """Return the quality of the maps merged to classes."""
+        num_classes = self.class_map.num_classes
+        counts = np.zeros((num_classes, num_classes + 1), dtype=np.int64)
+        for image in images:
+            for true, found, pixels in image.pixels:
+                counts[true, found] += pixels  # -1, no class, is the last column
+        return summarize_counts(counts, self.class_map.distinct_names, len(images))
 
 
 def _compare(
@@ -383,7 +404,21 @@ def _compare(
         [s for s in wanted.segments if s.id not in matched_truths and not s.is_crowd],
         is_thing,
     )
-    return SegmentMatches(tuple((pair.truth.label, pair.iou) for pair in right), wrong, missed, tuple(sorted(ignored)))
+    matches = tuple((pair.truth.label, pair.iou) for pair in right)
+    return SegmentMatches(matches, wrong, missed, tuple(sorted(ignored)), _class_pixels(wanted, found, overlaps))
+
+
+def _class_pixels(
+    wanted: PanopticMap, found: PanopticMap, overlaps: Mapping[int, int]
+) -> tuple[tuple[int, int, int], ...]:
+    """Return true class, predicted class (-1: none) and number of pixels of an image, crowds included."""
+    true_labels, found_labels = ({segment.id: segment.label for segment in each.segments} for each in (wanted, found))
+    counts: Counter[tuple[int, int]] = Counter()
+    for pair, pixels in overlaps.items():
+        true_id, found_id = divmod(pair, _PAIR)
+        if true_id in true_labels:
+            counts[true_labels[true_id], found_labels.get(found_id, -1)] += pixels
+    return tuple((*pair, pixels) for pair, pixels in sorted(counts.items()))
 
 
 def _pairs(

@@ -47,6 +47,7 @@ class SegmentMatches(NamedTuple):
     wrong: tuple[SegmentError, ...]  # predicted segments without match, in the order of the map
     missed: tuple[SegmentError, ...]  # true segments without match
     ignored: tuple[int, ...]  # ids of predicted segments that count nowhere
+    pixels: tuple[tuple[int, int, int], ...] = ()  # true class, predicted class (-1: none), number of their pixels
 
     @property
     def false_positives(self) -> tuple[int, ...]:

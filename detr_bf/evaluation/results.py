@@ -204,6 +204,7 @@ class PanopticSummary:
     RQ_st: float | None
     per_class: Mapping[str, PanopticClassResult]  # by class name, in the order of the class map
     num_images: int
+    mIoU: float | None = None  # noqa: N815, of the maps merged to classes, see detr_bf.evaluation.semantic
 
     @property
     def metrics(self) -> dict[str, float | None]:
@@ -239,7 +240,8 @@ class Result:
     def metrics(self) -> dict[str, float | None]:
         """Return all metrics by name, with the losses; those of masks begin with ``mask/``."""
         masks = {f"mask/{name}": value for name, value in self.masks.metrics.items()} if self.masks else {}
-        return self.boxes.metrics | masks | (self.panoptic.metrics if self.panoptic else {}) | dict(self.losses)
+        panoptic = self.panoptic.metrics | {"mIoU": self.panoptic.mIoU} if self.panoptic else {}
+        return self.boxes.metrics | masks | panoptic | dict(self.losses)
 
     @property
     def score(self) -> float:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +39,7 @@ class ClassifierPredictor:
     device: torch.device
     max_pixels: int = MAX_PIXELS  # of an image
     grey_bits: int | None = None  # of 16-bit grey images, see read_image; None: each image has its own
+    kind: ClassVar[str] = "a classifier"  # in messages
     __repr__ = summary
 
     def __call__(self, image: ImageLike) -> Tensor:

@@ -46,6 +46,7 @@ from detr_bf.interop.weights import read_weights
 
 if TYPE_CHECKING:
     from detr_bf.inference.classifier import ClassifierPredictor
+    from detr_bf.inference.segmentation import SegmentationPredictor
 
 
 logger = logging.getLogger(__name__)
@@ -106,7 +107,7 @@ def recipe_file(name: str, *others: str) -> Path:
 def _recipes() -> dict[str, Path]:
     """Return the recipes of detectors by name: ``configs/*/NAME.yaml``; those of other tasks are one folder deeper."""
     found = {name: path for name, path in packaged_configs().items() if path.parents[1].name == "configs"}
-    return {name: path for name, path in found.items() if path.parent.name != "experiments"}
+    return {name: path for name, path in found.items() if path.parent.name not in ("experiments", "segmentation")}
 
 
 def load(path: str | Path, device: str = "auto") -> Predictor:
@@ -123,7 +124,8 @@ def load(path: str | Path, device: str = "auto") -> Predictor:
     """
     predictor = load_predictor(path, device)
     if not isinstance(predictor, Predictor):
-        raise InputError(f"{path} is of a classifier, expected a detector: use detr_bf.load_classifier")
+        use = {"a classifier": "detr_bf.load_classifier"}.get(predictor.kind, "detr-bf predict")
+        raise InputError(f"{path} is of {predictor.kind}, expected a detector: use {use}")
     return predictor
 
 
@@ -133,14 +135,17 @@ def load_classifier(path: str | Path, device: str = "auto") -> ClassifierPredict
     Raises:
         InputError: see :func:`load`, or the checkpoint is not a classifier's.
     """
+    from detr_bf.inference.classifier import ClassifierPredictor
+
     predictor = load_predictor(path, device)
-    if isinstance(predictor, Predictor):
-        raise InputError(f"{path} is of a detector, expected a classifier: use detr_bf.load")
+    if not isinstance(predictor, ClassifierPredictor):
+        use = "detr_bf.load" if isinstance(predictor, Predictor) else "detr-bf predict"
+        raise InputError(f"{path} is of {predictor.kind}, expected a classifier: use {use}")
     return predictor
 
 
-def load_predictor(path: str | Path, device: str = "auto") -> Predictor | ClassifierPredictor:
-    """Return the detector or classifier of a checkpoint or run folder.
+def load_predictor(path: str | Path, device: str = "auto") -> Predictor | ClassifierPredictor | SegmentationPredictor:
+    """Return the detector, classifier or segmentation network of a checkpoint or run folder.
 
     Raises:
         InputError: see :func:`load`, or the model predicts nothing, such as a masked autoencoder.
@@ -153,6 +158,10 @@ def load_predictor(path: str | Path, device: str = "auto") -> Predictor | Classi
     config.device = device
     if isinstance(config, DetectionConfig):
         return _detection_predictor(config, checkpoint, source)
+    if config.task == "segmentation":
+        from detr_bf.inference.segmentation import segmentation_predictor
+
+        return segmentation_predictor(config, checkpoint, source)
     from detr_bf.inference.classifier import classifier_predictor  # a detector needs nothing of classifiers
 
     return classifier_predictor(config, checkpoint, source)

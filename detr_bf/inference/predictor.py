@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypedDict, cast, overload
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias, TypedDict, cast, overload
 
 import torch
 from torch import Tensor
@@ -122,6 +122,7 @@ class Predictor:
     grey_bits: int | None = None  # of 16-bit grey images, see read_image; None: each image has its own
     thresholds: ScoreThresholds | None = None  # of the checkpoint
     origin: SourceCheckpoint | None = None  # the checkpoint; None: no weights that could be saved, or exported
+    kind: ClassVar[str] = "a detector"  # in messages
     __repr__ = summary
 
     @classmethod

@@ -155,6 +155,7 @@ def _panoptic_headline(summary: PanopticSummary) -> str:
         for group, suffix in (("things", "th"), ("stuff", "st"))
         for name in ("PQ", "SQ", "RQ")
     ]
+    small.append(("mIoU", percent(summary.mIoU), "maps merged to classes"))
     return headline(large, small, f"Panoptic quality in percent on {counted(summary.num_images, 'image')}.")
 
 

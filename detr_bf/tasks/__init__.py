@@ -19,6 +19,7 @@ TASKS = {  # name -> (module, class)
     "detection": ("detr_bf.tasks.detection", "DetectionTask"),
     "classification": ("detr_bf.classification.task", "ClassificationTask"),
     "masked_autoencoding": ("detr_bf.classification.task", "MaskedTask"),
+    "segmentation": ("detr_bf.segmentation.task", "SegmentationTask"),
 }
 
 __all__ = ["TASKS", "Task", "require_task", "task_class", "task_of"]

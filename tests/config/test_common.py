@@ -15,8 +15,9 @@ from detr_bf.classification.masked_config import MaskedConfig
 from detr_bf.common.errors import InputError
 from detr_bf.config import DetectionConfig, load_config
 from detr_bf.config.common import ARGUMENTS, FRACTION, Rule
+from detr_bf.segmentation.config import SegmentationConfig
 
-SCHEMAS = (DetectionConfig, ClassifierConfig, MaskedConfig)
+SCHEMAS = (DetectionConfig, ClassifierConfig, MaskedConfig, SegmentationConfig)
 
 
 def numeric(hint: Any) -> bool:

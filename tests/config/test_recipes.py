@@ -22,11 +22,17 @@ from detr_bf.classification.assembly import build_classifier, build_masked_autoe
 from detr_bf.common.errors import InputError
 from detr_bf.config import config_to_dict, known_keys, load_config, packaged_configs, packaged_experiments, schema_of
 from detr_bf.losses import MatchabilityAware
+from detr_bf.segmentation.assembly import build_segmenter
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs"
 GUIDE = (ROOT / "docs" / "recipes.md").read_text()
-TASKS = {"classification": "classification", "experiments": "classification", "masked": "masked_autoencoding"}
+TASKS = {
+    "classification": "classification",
+    "experiments": "classification",
+    "masked": "masked_autoencoding",
+    "segmentation": "segmentation",
+}
 FILES = sorted(
     path.relative_to(CONFIGS).as_posix()
     for path in CONFIGS.rglob("*.yaml")
@@ -146,7 +152,7 @@ def test_every_recipe_is_a_row_of_the_guide() -> None:
 @pytest.mark.full
 def test_no_two_rows_of_the_guide_train_the_same() -> None:
     found = [repr({**config_to_dict(load(row.path, *row.settings)), "output_dir": ""}) for row in ROWS]
-    assert len(set(found)) == len(ROWS) == 260
+    assert len(set(found)) == len(ROWS) == 286
 
 
 def test_guide_and_recipe_give_the_same_number() -> None:
@@ -514,6 +520,44 @@ def test_networks_are_as_large_as_the_papers(command: str, millions: float) -> N
     with torch.device("meta"):
         network = build_classifier(load(row.path, *row.settings), 1000, pretrained=False)
     assert sum(parameter.numel() for parameter in network.parameters()) / 1e6 == pytest.approx(millions, abs=0.06)
+
+
+SEGMENTERS = {  # millions of parameters, of 150 classes; those of the tables, 121 and 234, are rounded
+    "upernet_vit_small_ade20k": 52.2,
+    "upernet_vit_small_cb_ade20k": 52.2,
+    "upernet_swin_tiny_ade20k": 59.9,
+    "upernet_swin_base_ade20k": 121.3,
+    "upernet_swin_base_ade20k model.backbone.name=timm:swin_large_patch4_window12_384.ms_in22k": 234.0,
+}
+
+
+@pytest.mark.default_tier("upernet_vit_small_cb_ade20k", "upernet_swin_base_ade20k")
+@pytest.mark.parametrize("command", SEGMENTERS)
+def test_segmentation_networks_build_and_are_as_large_as_stated(command: str) -> None:
+    (row,) = (row for row in ROWS if str(row) == command)
+    config = load(row.path, *row.settings)
+    with torch.device("meta"):
+        network = build_segmenter(config, 150, pretrained=False)
+    assert sum(parameter.numel() for parameter in network.parameters()) / 1e6 == pytest.approx(
+        SEGMENTERS[command], abs=0.06
+    )
+
+
+def test_segmentation_rows_have_the_steps_and_the_backbone_that_they_state() -> None:
+    rows = [row for row in ROWS if row.path.startswith("segmentation/")]
+    assert len(rows) == 26
+    network = ""
+    for row in rows:
+        config, label = load(row.path, *row.settings), row.label.partition(": ")[2]
+        size = re.match(r"(tiny|small|base|large) (ViT|Swin)", label)
+        network = f"{size[2].replace('ViT', 'deit').lower()}_{size[1]}_" if size else network
+        assert config.model.backbone.name.startswith(f"timm:{network}"), row
+        assert config.plugins.context_broadcasting.enabled == label.startswith("+"), row
+        assert config.plugins.context_broadcasting.scaled == ("scales" in label), row
+        steps = 80_000 if "cityscapes" in row.path else 160_000 if "160" in label or "swin" in row.path else 40_000
+        batches = 2975 // 8 if "cityscapes" in row.path else 20_210 // 16
+        assert config.train.max_steps == steps, row
+        assert steps <= config.train.epochs * batches < steps + batches, row
 
 
 def test_an_installation_has_every_file() -> None:

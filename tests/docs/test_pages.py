@@ -17,6 +17,7 @@ from detr_bf.classification.masked_config import MaskedConfig
 from detr_bf.commands import COMMANDS
 from detr_bf.config import DetectionConfig, known_keys
 from detr_bf.detectors.declaration import DetectorKind
+from detr_bf.segmentation.config import SegmentationConfig
 
 ROOT = Path(__file__).parents[2]
 NAMES = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md"]
@@ -28,7 +29,7 @@ KEY = re.compile(r"(?<![\w./-])([a-z_]+(?:\.[a-z0-9_]+)+)=")
 QUOTED_KEY = re.compile(
     r"`((?:model|batch_former|plugins|freeze|loss|data|optimizer|train|checkpoint|eval)\.[a-z0-9_.]+)[`=]"
 )
-TASKS = (DetectionConfig, ClassifierConfig, MaskedConfig)
+TASKS = (DetectionConfig, ClassifierConfig, MaskedConfig, SegmentationConfig)
 
 
 @cache

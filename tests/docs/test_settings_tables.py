@@ -21,6 +21,7 @@ from detr_bf.config import DetectionConfig, known_keys
 from detr_bf.config.described import described_settings
 from detr_bf.evaluation.error_types import error_document
 from detr_bf.evaluation.matching import image_errors
+from detr_bf.segmentation.config import SegmentationConfig
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -36,7 +37,7 @@ def tables() -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("schema", [DetectionConfig, ClassifierConfig, MaskedConfig])
+@pytest.mark.parametrize("schema", [DetectionConfig, ClassifierConfig, MaskedConfig, SegmentationConfig])
 def test_every_setting_has_a_row(tables: ModuleType, schema: type) -> None:
     described = list(described_settings(schema))
     found = [setting.key for setting in described]

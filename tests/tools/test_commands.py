@@ -33,7 +33,7 @@ from detr_bf.interop.classes import NUMBERINGS
 from detr_bf.report.figures import FIGURE_SUFFIXES
 from tests.tools.test_train_net import records
 
-MOST_MODULES = 174  # modules of detr_bf that training a detector imports; the registry imports every detector
+MOST_MODULES = 175  # modules of detr_bf that training a detector imports; the registry imports every detector
 TRAIN = """
 import sys
 from detr_bf.commands import main
@@ -47,7 +47,7 @@ def test_training_a_detector_imports_nothing_of_classifiers(tiny: Path) -> None:
     run = subprocess.run([sys.executable, "-c", TRAIN, str(tiny)], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     modules = run.stdout.splitlines()[-1].split()
-    assert [name for name in modules if name.startswith("detr_bf.classification")] == []
+    assert [name for name in modules if name.startswith(("detr_bf.classification", "detr_bf.segmentation"))] == []
     assert "detr_bf.detectors.detr" in modules
     assert len(modules) <= MOST_MODULES, modules
 
@@ -104,7 +104,7 @@ def test_names_of_options_are_those_of_the_modules() -> None:
     assert model_arguments._NUMBERINGS == NUMBERINGS
     assert tuple(f".{each}" for each in model_arguments._FIGURE_FORMATS) == FIGURE_SUFFIXES
     named = (analyze.BATCH_ATTENTION, analyze.QUERIES, analyze.PANOPTIC, analyze.MINI_BATCH)
-    assert (*named, *ANALYSES) == model_arguments.ANALYSIS_NAMES
+    assert (*named, *ANALYSES, analyze.CORRUPTED) == model_arguments.ANALYSIS_NAMES
     assert analyze.BATCH_SIZE == 64, "the help of --batch-size says so"
     assert tuple(SETS) == arguments.SAMPLE_SETS
     assert tuple(READERS) == arguments._DATA_FORMATS[1:]
