@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import fnmatch
+import re
 import textwrap
 from pathlib import Path
 
@@ -70,7 +71,7 @@ def _first_sentence(path: Path) -> str:
         if not line.startswith("#"):
             break
         lines.append(line.lstrip("# "))
-    text = " ".join(lines).split(". ")[0].removesuffix(".")
+    text = re.split(r"(?<!et al)\. ", " ".join(lines))[0].removesuffix(".")
     return textwrap.shorten(text, _WIDTH - 41, placeholder=" ...")
 
 
