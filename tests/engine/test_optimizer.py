@@ -403,3 +403,9 @@ def test_no_layer_decay_leaves_groups_as_they_are() -> None:
     decayed = parameter_groups(model, lr=1.0, backbone_lr=0.1, weight_decay=0.01, layer_decay=0.9)
     assert decayed[0]["name"] == "transformer", "the rate that curves show is that of the output"
     assert decayed[0]["lr"] == 1.0
+
+
+def test_linear_falls_straight_to_zero_after_the_warm_up() -> None:
+    rate = LearningRate(schedule="linear", total_steps=100, warmup_steps=9)
+    assert [rate(step) for step in (20, 50, 75, 100, 120)] == pytest.approx([0.8, 0.5, 0.25, 0, 0])
+    assert rate(4) == pytest.approx(0.5 * 0.96)
