@@ -127,8 +127,9 @@ def attention_at(
     former = batch_former_of(network)
     if former.place == "backbone":
         raise InputError(
-            "with batch_former.at=backbone the tokens are those of a vision transformer, which may lie in windows: not "
-            "shown; detr-bf analyze feature-maps shows both streams in an encoder"
+            f"{subject.name}: with batch_former.at=backbone the tokens are those of a vision transformer, which may "
+            "lie in windows, and are not shown; in detectors with encoder layers detr-bf analyze feature-maps shows "
+            "both streams"
         )
     with attending(network), recorded(former) as recording:
         outputs = network(batch.inputs)

@@ -138,7 +138,7 @@ def measure_attention(model: nn.Module, batches: Iterable[LabelledImages], measu
 
 def attention_layers(model: nn.Module) -> list[Attention]:
     """Return the attention module of every block; InputError for another model or another kind of attention."""
-    layers = [getattr(block, "attn", None) for block in require_vit(model).blocks]
+    layers = [block.attn for block in require_vit(model).blocks if hasattr(block, "attn")]  # extra_mlp has none
     others = sorted({type(layer).__name__ for layer in layers if not isinstance(layer, Attention)})
     if others or not layers:
         raise InputError(

@@ -141,7 +141,10 @@ def _source(model: nn.Module, images: Tensor) -> nn.Module:
     """Return the module whose output the maps are."""
     if isinstance(model, VisionTransformer):
         blocks = cast("Any", require_vit(model).blocks)
-        return next(block for block in reversed(blocks) if hasattr(block, "attn")).norm1  # extra_mlp has no norm1
+        found = [block.norm1 for block in blocks if hasattr(block, "norm1")]  # the block of extra_mlp has none
+        if not found:
+            raise InputError(f"{type(model).__name__} has no block with norm1, which the maps are taken from")
+        return found[-1]
     shapes: list[tuple[str, nn.Module, tuple[int, ...]]] = []
 
     def note(name: str, module: nn.Module, args: Any, output: Any) -> None:

@@ -202,11 +202,11 @@ class Backbone(nn.Module):
             pixels = torch.cat([pixels, others], dim=1) if self.reference == "stack" else pixels - others
         pixels = pixels.contiguous(memory_format=torch.channels_last)
         levels = self.maps(pixels, padding_mask)
+        if not self.reads_padding:
+            return tuple(FeatureMap(level, resize_mask(padding_mask, level.shape[-2:])) for level in levels)
         streams = 1 if self.batch_former is None else self.batch_former.num_streams
         if streams > 1:
             padding_mask = padding_mask.repeat(streams, 1, 1)
-        if not self.reads_padding:
-            return tuple(FeatureMap(level, resize_mask(padding_mask, level.shape[-2:])) for level in levels)
         masks = [padding_mask[:, ::stride, ::stride] for stride in self.strides]
         return tuple(
             FeatureMap(level[:, :, : mask.shape[1], : mask.shape[2]], mask, streams)
@@ -215,8 +215,8 @@ class Backbone(nn.Module):
 
     def maps(self, pixels: Tensor, padding_mask: Tensor | None = None) -> Sequence[Tensor]:
         """Normalised images (B, 3, H, W) and their mask (B, H, W) -> feature maps (R, C, h, w), from fine to coarse."""
-        inputs = [pixels, padding_mask] if self.reads_padding else [pixels]
-        levels: Sequence[Tensor] = self.body(*inputs, *([] if self.batch_former is None else [self.batch_former]))
+        reads = self.reads_padding  # vision transformers, the bodies that batch attention can be in
+        levels: Sequence[Tensor] = self.body(pixels, padding_mask, self.batch_former) if reads else self.body(pixels)
         return levels
 
 

@@ -116,7 +116,7 @@ class PlainViT(nn.Module):
         scales: strides of the feature maps, in patches.
         window: side of the windows in patches, 0 for none.
         whole: blocks that attend to the whole image.
-        antialias: of the positions that are interpolated.
+        antialias: interpolate the positions with antialiasing.
     """
 
     def __init__(
@@ -209,7 +209,7 @@ def with_batch_attention(former: BatchFormerV2 | None, batch: TokenBatch, block:
     return batch if former is None else _batch_attention(former, batch, block, position)
 
 
-@torch.compiler.disable  # as in the encoder: it may contain collectives
+@torch.compiler.disable  # a backbone is compiled as a whole, and batch attention may contain collectives
 def _batch_attention(former: BatchFormerV2, batch: TokenBatch, block: int, position: str) -> TokenBatch:
     return former(batch, layer=block, position=position)
 

@@ -71,8 +71,8 @@ class WindowedViT(nn.Module):
 
     A block over the whole image attends to the class and register tokens of all windows. Each map passes through the
     last norm of the network. Positions are interpolated over each image without its padding, which is masked in every
-    attention; the released codes stretch every image to a square without padding. The windows divide the padded batch:
-    they lie differently in an image beside a larger one.
+    attention; the released code of both detectors stretches every image to a square without padding. The windows divide
+    the padded batch: they lie differently in an image beside a larger one.
 
     Args:
         vit: network of timm; its head is removed. Blocks after the last map do not learn; they are kept because
@@ -80,7 +80,7 @@ class WindowedViT(nn.Module):
         maps: blocks, from 0, whose outputs are the maps.
         windows: N; 1: all blocks see the whole image.
         whole: blocks that attend to the whole image.
-        antialias: of the positions that are interpolated.
+        antialias: interpolate the positions with antialiasing.
     """
 
     def __init__(

@@ -44,10 +44,10 @@ class BatchFormerV2(InsertedBatchFormer):
 
     Args:
         dim: channels C.
-        layers: indices of the encoder layers, counted from 0, strictly ascending.
-        num_encoder_layers: number of encoder layers.
-        place: ``encoder``, or ``backbone`` if the layers are blocks of a backbone.
-        position: ``before`` the encoder layer, or ``after`` it (the authors' released code).
+        layers: indices of the encoder layers, or of the blocks of the backbone, counted from 0, strictly ascending.
+        num_encoder_layers: number of encoder layers, or of blocks.
+        place: ``encoder``, or ``backbone`` if the layers are blocks of a backbone; this has no ``references``.
+        position: ``before`` the layer, or ``after`` it (the authors' released code).
         shared: use one mixer for all insertions, or one for each.
         mode: ``two_stream``; ``single_stream`` replaces the tokens in training instead of forking; ``duplicate`` forks
             but mixes nothing (control: twice the batch without batch attention); ``self_only`` forks and applies the
@@ -97,6 +97,7 @@ class BatchFormerV2(InsertedBatchFormer):
         references: bool = False,
         log_attention: bool = False,
     ) -> None:
+        check_choice("place", place, tuple(_PLACES))
         super().__init__(
             dim,
             layers=layers,
@@ -113,6 +114,11 @@ class BatchFormerV2(InsertedBatchFormer):
             group_size=group_size,
         )
         check_choice("position", position, POSITIONS)
+        if references and place == "backbone":
+            raise InputError(
+                "references=true works in the encoder alone, where the images of references leave the batch: set it to "
+                "false, or place batch attention in the encoder (at=tokens in a config)"
+            )
         check_others("neighbours", neighbours, mode)
         chosen = {"group_size": group_size is not None, "neighbours": neighbours is not None, "references": references}
         given = [name for name, is_given in chosen.items() if is_given]

@@ -53,10 +53,16 @@ class TalkingHeads(TalkingHeadAttn):
         dtype: Any = None,
         **settings: Any,
     ) -> None:
-        if qk_norm or scale_norm or not proj_bias:
+        given = {"qk_norm=true": qk_norm, "scale_norm=true": scale_norm, "proj_bias=false": not proj_bias}
+        if wrong := [setting for setting, is_given in given.items() if is_given]:
             raise InputError(
-                f"model.variant=talking_heads has no qk_norm={qk_norm}, scale_norm={scale_norm} or "
-                f"proj_bias={proj_bias}: choose a model without norms in its attention, such as deit_small_patch16_224"
+                f"model.variant=talking_heads has no {', '.join(wrong)}: leave that out of model.options, or choose "
+                "another model, such as deit_small_patch16_224"
+            )
+        if dim % num_heads:
+            raise InputError(
+                f"model.variant=talking_heads needs heads that divide the width {dim}, got {num_heads}: change "
+                "model.options.num_heads"
             )
         super().__init__(dim, num_heads, device=device, dtype=dtype, **settings)
         self.proj_l = nn.Linear(num_heads, num_heads, bias=False, device=device, dtype=dtype)

@@ -273,8 +273,8 @@ class BatchFormerConfig:
         if self.at == "backbone":
             if self.references:
                 raise InputError(
-                    f"{prefix}references=true is of the encoder, to whose end the references are kept: with "
-                    f"{prefix}at=backbone leave it at false, or set {prefix}at=tokens"
+                    f"{prefix}references=true works in the encoder alone, where the images of references leave the "
+                    f"batch: set {prefix}at=tokens, or {prefix}references=false"
                 )
             return
         default = BatchFormerConfig()

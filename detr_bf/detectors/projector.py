@@ -59,8 +59,8 @@ class LevelProjection(nn.Module):
 
     def __init__(self, channels: Sequence[int], dim: int, scale: float, norm: Norm) -> None:
         super().__init__()
-        self.resize = nn.ModuleList(_resized(count, scale, norm) for count in channels)
-        widths = [finer_width(count) if scale < 1 else count for count in channels]
+        resized, widths = zip(*(_resized(count, scale, norm) for count in channels), strict=True)
+        self.resize = nn.ModuleList(resized)
         self.block = BottleneckBlock(sum(widths), dim, norm)
         self.norm = LayerNorm2d(dim, eps=NORM_EPS)
 
@@ -71,24 +71,17 @@ class LevelProjection(nn.Module):
         return level
 
 
-def finer_width(channels: int) -> int:
-    """Return the channels of a map that is enlarged: half of them, or a quarter of many."""
-    return channels // 2 if channels <= WIDE else channels // 4
-
-
-def _resized(channels: int, scale: float, norm: Norm) -> nn.Sequential:
-    """Build the convolutions that change the stride of a map by ``scale``."""
+def _resized(channels: int, scale: float, norm: Norm) -> tuple[nn.Sequential, int]:
+    """Build the convolutions that change the stride of a map by ``scale``; return them and their output channels."""
     if scale == 1:
-        return nn.Sequential()
+        return nn.Sequential(), channels
     if scale > 1:
-        return nn.Sequential(ProjectorConvolution(channels, channels, norm, 3, 2, nn.ReLU()))
-    if channels <= WIDE:
-        return nn.Sequential(nn.ConvTranspose2d(channels, finer_width(channels), 2, stride=2))
+        return nn.Sequential(ProjectorConvolution(channels, channels, norm, 3, 2, nn.ReLU())), channels
     half = channels // 2
-    return nn.Sequential(
-        ProjectorConvolution(channels, half, norm, activation=nn.ReLU()),
-        nn.ConvTranspose2d(half, finer_width(channels), 2, stride=2),
-    )
+    if channels <= WIDE:
+        return nn.Sequential(nn.ConvTranspose2d(channels, half, 2, stride=2)), half
+    narrow = ProjectorConvolution(channels, half, norm, activation=nn.ReLU())
+    return nn.Sequential(narrow, nn.ConvTranspose2d(half, channels // 4, 2, stride=2)), channels // 4
 
 
 class BottleneckBlock(nn.Module):

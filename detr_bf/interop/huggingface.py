@@ -159,7 +159,7 @@ def hf_rfdetr(layout: Layout) -> Iterator[NameRule]:
 
 
 def hf_lwdetr(layout: Layout) -> Iterator[NameRule]:
-    """LwDetrForObjectDetection, whose keys in the backbone have no bias, of which attention does not depend."""
+    """LwDetrForObjectDetection, whose keys in the backbone have no bias, which would not change the attention."""
     vit, body = "model.backbone.backbone", f"{BODY}.vit"
     yield rename(f"{vit}.embeddings.position_embeddings", f"{body}.pos_embed")
     yield rename(f"{vit}.embeddings.projection", f"{body}.patch_embed.proj")

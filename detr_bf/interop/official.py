@@ -499,7 +499,7 @@ def official_rfdetr(layout: Layout) -> Iterator[NameRule]:
 
 
 def official_lwdetr(layout: Layout) -> Iterator[NameRule]:
-    """Atten4Vis/LW-DETR, whose keys in the backbone have no bias, of which attention does not depend."""
+    """Atten4Vis/LW-DETR, whose keys in the backbone have no bias, which would not change the attention."""
     vit, body = "backbone.0.encoder", f"{BODY}.vit"
     yield rename(f"{vit}.pos_embed", f"{body}.pos_embed")
     yield rename(f"{vit}.patch_embed", f"{body}.patch_embed")

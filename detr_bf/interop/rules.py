@@ -29,7 +29,7 @@ class NameRule:
     dim: int = 0
     copies: tuple[str, ...] = ()  # our other names of the whole tensor: a module that is used twice
     older: tuple[str, ...] = ()  # further foreign names, read but not written
-    joined: bool = False  # ours is one tensor, the concatenation of theirs along dim; an empty name: zeros
+    joined: bool = False  # ours is one tensor, the concatenation of theirs along dim; empty name: zeros, unwritten
 
 
 @dataclass(frozen=True)

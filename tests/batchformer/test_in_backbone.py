@@ -198,6 +198,29 @@ def test_two_ranks_equal_one_process_with_all_images(vit: dict[str, Any]) -> Non
     torch.testing.assert_close(sum(part[1] for part in parts), gradient, rtol=0, atol=1e-8)
 
 
+@KINDS
+def test_the_grid_of_the_tokens_is_stated(vit: dict[str, Any]) -> None:
+    """Processes with images of other sizes align their tokens by it."""
+    backbone, seen = build(vit), []
+    backbone.batch_former.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    maps_of(backbone, ((32, 40), (16, 9)))
+    for batch in seen:
+        assert sum(height * width for height, width in batch.static["spatial_shapes"]) == batch.tokens.shape[1]
+        assert batch.per_sample["padding_mask"].shape == batch.tokens.shape[:2]
+    assert seen
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("vit", [WHOLE, MAPS], ids=["whole", "maps"])  # windows compile for a minute
+def test_a_compiled_backbone_computes_the_same(vit: dict[str, Any]) -> None:
+    backbone = build(vit)
+    with torch.no_grad():
+        expected = maps_of(backbone, ((32, 32), (20, 28)))
+        backbone.compile(backend="eager", dynamic=True)
+        for found, each in zip(maps_of(backbone, ((32, 32), (20, 28))), expected, strict=True):
+            torch.testing.assert_close(found, each)
+
+
 def test_attention_of_the_blocks_is_logged() -> None:
     backbone = build(MAPS)
     with recorded(backbone.batch_former, 8) as recording, torch.no_grad():
@@ -257,6 +280,22 @@ def test_a_detector_learns(changes: tuple[str, ...]) -> None:
     assert not torch.equal(before, detector.backbone.batch_former.mixers["shared"].layers[0].linear1.weight)
 
 
+def test_norms_of_the_projector_count_the_clean_stream() -> None:
+    """LW-DETR: patches alone, maps before and after the fork, batch norms between backbone and decoder."""
+    lwdetr = (*RFDETR, "model.rfdetr.layer_norm=false", "model.backbone.vit.class_token=false")
+    module, plain = built(*lwdetr), built(*lwdetr, "batch_former.enabled=false")
+    plain.load_state_dict({key: x for key, x in module.state_dict().items() if "batch_former" not in key})
+    both, alone = module.train()(batch()), plain.train()(batch())
+    assert (both.num_streams, alone.num_streams) == (2, 1)
+    clean, second = both.logits.chunk(2, dim=1)
+    torch.testing.assert_close(clean, alone.logits)
+    assert not torch.allclose(second, clean)
+    found = dict(module.named_buffers())
+    assert any(key.startswith("tokens.") and value.any() for key, value in found.items())
+    for key, value in plain.named_buffers():
+        torch.testing.assert_close(found[key], value, msg=key)
+
+
 def test_context_broadcasting_is_that_of_each_stream() -> None:
     """The clean stream is that of a detector with Context Broadcasting alone."""
     both, alone = built(CONTEXT).train(), built(CONTEXT, "batch_former.enabled=false").train()
@@ -294,7 +333,7 @@ def test_until_epoch_ends_it() -> None:
     [
         ([f"batch_former.layers=[{DEPTH}]"], rf"batch_former\.layers=\[4\]: the feature maps come from {DEPTH} blocks"),
         (["model.backbone.vit.maps=[1]", "batch_former.layers=[2]"], "come from 2 blocks of the backbone"),
-        (["batch_former.references=true", "data.reference=own"], r"batch_former\.references=true is of the encoder"),
+        (["batch_former.references=true", "data.reference=own"], r"batch_former\.references=true works in the encoder alone"),
         (["batch_former.heads=3"], r"batch_former\.heads=3 must divide the width 16"),
         (["batch_former.layers=[]"], r"batch_former\.layers=\[\]"),
     ],

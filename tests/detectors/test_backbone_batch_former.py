@@ -171,4 +171,8 @@ def test_a_frozen_detector_still_forks_the_batch() -> None:
     module = model("detr", body, mask_head=head)
     module.freeze_all_but_masks()
     assert outputs_of(module.train()).num_streams == 2
-    assert all(isinstance(each, nn.Module) and not each.training for each in body.body.modules())
+    assert not any(each.training for each in body.modules() if each is not body.batch_former)
+    assert not any(parameter.requires_grad for parameter in body.parameters())
+    module.freeze_all_but_masks(keep_dropout=True)
+    module.train()
+    assert all(each.training for each in body.batch_former.modules() if isinstance(each, nn.Dropout))
