@@ -10,6 +10,7 @@ Shape legend: R images, S tokens with the class token, C channels, H heads, D = 
 from __future__ import annotations
 
 import copy
+import inspect
 from typing import Any, cast
 
 import timm
@@ -194,12 +195,15 @@ def variant_layers(variant: str, name: str, pretrained: bool) -> dict[str, type[
     """Return the arguments of ``timm.create_model`` for ``variant``.
 
     Raises:
-        InputError: there is no such variant, timm's model ``name`` is no ViT or DeiT, or its weights are wanted.
+        InputError: there is no such variant, timm is too old for them, its model ``name`` is no ViT or DeiT, or its
+            weights are wanted.
     """
     if variant == PLAIN:
         return {}
     if variant not in _LAYERS:
         raise InputError(f"model.variant={variant}: give one of {', '.join([PLAIN, *_LAYERS])}")
+    if "attn_layer" not in inspect.signature(VisionTransformer).parameters:
+        raise InputError(f"model.variant={variant} needs timm 1.0.23, here is {timm.__version__}: upgrade timm")
     if not timm.models.is_model_in_modules(name, {"vision_transformer", "deit"}):
         raise InputError(f"model.variant={variant} needs a ViT or DeiT of timm, such as deit_small_patch16_224")
     if pretrained:

@@ -333,7 +333,10 @@ def test_until_epoch_ends_it() -> None:
     [
         ([f"batch_former.layers=[{DEPTH}]"], rf"batch_former\.layers=\[4\]: the feature maps come from {DEPTH} blocks"),
         (["model.backbone.vit.maps=[1]", "batch_former.layers=[2]"], "come from 2 blocks of the backbone"),
-        (["batch_former.references=true", "data.reference=own"], r"batch_former\.references=true works in the encoder alone"),
+        (
+            ["batch_former.references=true", "data.reference=own"],
+            r"batch_former\.references=true works in the encoder alone",
+        ),
         (["batch_former.heads=3"], r"batch_former\.heads=3 must divide the width 16"),
         (["batch_former.layers=[]"], r"batch_former\.layers=\[\]"),
     ],
