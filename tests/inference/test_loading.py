@@ -41,7 +41,7 @@ def test_every_recipe_builds(path: Path) -> None:
     if config.model.backbone.vit.maps:
         patch, *_ = config.model.backbone.strides
         options = f"patch_size: {patch}, embed_dim: 16, num_heads: 2, img_size: {2 * patch}"
-        narrow.append(f"model.backbone.vit.options={{{options}}}")
+        narrow += [f"model.backbone.vit.options={{{options}}}", "model.rfdetr.cross_heads=16"]
     else:
         narrow.append("model.backbone.name=resnet18")
     model = detr_bf.create_model(path.stem, num_classes=3, overrides=narrow)
