@@ -127,7 +127,7 @@ def test_round_trips(tmp_path: Path) -> None:
         ),
         (
             "batch_former={enabled: true, at: backbone, references: true}",
-            ["batch_former.references=true is of the encoder", "batch_former.at=tokens"],
+            ["batch_former.references=true works in the encoder alone", "batch_former.at=tokens"],
         ),
         ("batch_former.at=images", ["batch_former.at must be", "tokens, queries", "'images'"]),
         ("batch_former.layers=[0,", ["cannot be read"]),
