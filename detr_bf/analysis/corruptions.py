@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-import numpy as np
 import torch
 from matplotlib.figure import Figure
 from scipy import stats
@@ -85,7 +84,7 @@ class CorruptedScore:
         count = len(self.values)
         if count < 2:
             return None
-        return float(stats.t.ppf((1 + _CONFIDENCE) / 2, count - 1) * np.std(self.values, ddof=1) / math.sqrt(count))
+        return float(stats.t.ppf((1 + _CONFIDENCE) / 2, count - 1) * stats.sem(self.values))
 
 
 @dataclass(frozen=True)

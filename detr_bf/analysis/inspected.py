@@ -27,10 +27,10 @@ from detr_bf.common.devices import device_of
 from detr_bf.common.errors import InputError
 from detr_bf.common.structures import Batch, ClassMap, Target, TokenBatch
 from detr_bf.common.text import listed, printable
-from detr_bf.config import DetectionConfig, RunConfig, config_from_dict
+from detr_bf.config import DetectionConfig, RunConfig
 from detr_bf.data.batches import SampleKey
-from detr_bf.engine import build_and_load, checkpoint_of, load_checkpoint
-from detr_bf.tasks import task_of
+from detr_bf.engine import checkpoint_of, load_checkpoint
+from detr_bf.tasks import read_trained, task_of
 
 
 class Level(NamedTuple):
@@ -223,13 +223,8 @@ def load_inspected(name: str, source: Path, overrides: Sequence[str] = ()) -> In
     Raises:
         InputError: the source is no checkpoint of a detector or classifier, or the images cannot be read.
     """
-    checkpoint = load_checkpoint(checkpoint_of(source))
-    config = config_from_dict(checkpoint.config, overrides, source=f"the config in {source}")
-    classes = checkpoint.classes
-    if not isinstance(config, (DetectionConfig, ClassifierConfig)):
-        raise InputError(f"{source} is a run of the task {config.task}, expected detection or classification")
-    task = task_of(config)
-    model = build_and_load(lambda: task.build_model(classes.num_classes), checkpoint.weights, source)
+    task, model, classes = read_trained(source, ("detection", "classification"), overrides)
+    config = task.config
     if isinstance(config, DetectionConfig):
         return InspectedDetector(name, model, config, build_val_data(config, classes))
     return InspectedClassifier(name, model, config, build_image_splits(config).val)

@@ -22,6 +22,7 @@ from detr_bf.config.common import (
     RunConfig,
     arguments,
     below_one,
+    check_betas,
     choice,
     fraction,
     indices,
@@ -244,8 +245,7 @@ class ImageOptimizerConfig(OptimizerConfig):
     clip_norm: float = not_negative(0.0)  # maximum gradient norm; 0: no clipping
 
     def check_values(self, prefix: str) -> None:
-        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
-            raise InputError(f"{prefix}betas must be two numbers from 0 to less than 1, got {self.betas}")
+        check_betas(prefix, self.betas)
         if self.warmup_epochs and self.warmup_steps:
             raise InputError(f"{prefix}warmup_epochs and {prefix}warmup_steps exclude each other: set one to 0")
         if self.schedule == "cosine" and self.min_lr > self.lr:

@@ -219,10 +219,6 @@ class ClassificationTask(ImageTask[ClassifierConfig]):
             for row in rows
         ]
 
-    def _trained(self, checkpoint: Checkpoint, source: Path) -> nn.Module:
-        """Return the classifier of a checkpoint with its plug-ins, on the CPU."""
-        return build_and_load(lambda: self.build_model(checkpoint.classes.num_classes), checkpoint.weights, source)
-
     def deploy(self, checkpoint: Checkpoint, source: Path, target: Path) -> str:
         """Write the averaged weights, or else the last, for the network alone, under its own names.
 
@@ -249,7 +245,8 @@ class ClassificationTask(ImageTask[ClassifierConfig]):
                 )
         plain, kept = replace(config, plugins=PluginsConfig()), without_plugins(checkpoint.weights)
         bare = build_and_load(lambda: build_classifier(plain, num_classes, pretrained=False), kept, source)
-        if not same_outputs(self._trained(checkpoint, source), bare, random_images(config)):
+        whole = build_and_load(lambda: self.build_model(num_classes), checkpoint.weights, source)
+        if not same_outputs(whole, bare, random_images(config)):
             raise InputError(f"{source}: evaluation changes without plug-ins, so nothing was written")
         save_weights(target, kept)
         removed = len(checkpoint.weights) - len(kept)
@@ -315,25 +312,6 @@ class MaskedTask(ImageTask[MaskedConfig]):
         return (
             f"{len(kept)} tensors of the encoder load into the plain {self.config.model.name} without classes: {target}"
         )
-
-
-def read_classifier(
-    source: Path, overrides: Sequence[str] = (), device: torch.device | None = None
-) -> tuple[nn.Module, ClassifierConfig, ClassMap]:
-    """Return the classifier of a run folder or checkpoint in evaluation mode, with its settings and classes.
-
-    Args:
-        overrides: settings to change, such as ``data.root=DIR``.
-
-    Raises:
-        InputError: the source is no checkpoint of a classifier.
-    """
-    checkpoint = load_checkpoint(checkpoint_of(source))
-    config = config_from_dict(checkpoint.config, overrides, source=f"the config in {source}")
-    if not isinstance(config, ClassifierConfig):
-        raise InputError(f"{source} is a run of the task {config.task}, expected classification")
-    model = ClassificationTask(config)._trained(checkpoint, source)
-    return model.to(device or device_of(config.device)).eval(), config, checkpoint.classes
 
 
 def initial_weights(path: Path) -> dict[str, Tensor]:

@@ -38,7 +38,6 @@ from detr_bf.classification.assembly import build_classifier_criterion
 from detr_bf.classification.assembly_data import build_image_eval_transform, build_image_splits, read_image_splits
 from detr_bf.classification.batch import LabelledImage, LabelledImages
 from detr_bf.classification.data import LabelledImageSet
-from detr_bf.classification.task import read_classifier
 from detr_bf.common.devices import device_of
 from detr_bf.common.errors import InputError
 from detr_bf.common.files import check_output_file, write_text
@@ -53,7 +52,7 @@ from detr_bf.report.panoptic import panoptic_comparison
 from detr_bf.segmentation.assembly import build_segmentation_data, segmentation_loop
 from detr_bf.segmentation.batch import SegmentationBatch
 from detr_bf.segmentation.criterion import SegmentationEvaluator
-from detr_bf.segmentation.task import read_segmenter
+from detr_bf.tasks import read_trained
 
 logger = logging.getLogger(__name__)
 
@@ -183,7 +182,8 @@ def _corruptions(options: argparse.Namespace) -> int:
     _check_counts(options)
     found = {}
     for name, source in run_names([Path(run) for run in options.runs]).items():
-        model, config, classes = read_segmenter(source, options.overrides, device_of(options.device))
+        task, model, classes = read_trained(source, ("segmentation",), options.overrides, device_of(options.device))
+        config = task.config
         config.eval.batch_size = options.batch_size or config.eval.batch_size
         data = build_segmentation_data(config)
         if data.class_map.names != classes.names:
@@ -287,7 +287,8 @@ def differences(sources: Sequence[Path]) -> list[str]:
 def make_subject(source: Path, analysis: Analysis, options: argparse.Namespace) -> Subject:
     """Load a run's model, and images of a split of its data if the analysis needs any."""
     device = device_of(options.device)
-    model, config, class_map = read_classifier(source, options.overrides, device)
+    task, model, class_map = read_trained(source, ("classification",), options.overrides, device)
+    config = task.config
     pixels = Pixels(config.data.transforms.mean, config.data.transforms.std)
     if not analysis.images:
         return Subject(model, (), class_map.names, (), pixels)

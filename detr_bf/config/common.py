@@ -232,6 +232,12 @@ class OptimizerConfig:
     clip_norm: float = not_negative(0.1)  # maximum gradient norm; 0: no clipping
 
 
+def check_betas(prefix: str, betas: list[float]) -> None:
+    """Raise InputError unless ``betas`` are those of AdamW."""
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        raise InputError(f"{prefix}betas must be two numbers from 0 to less than 1, got {betas}")
+
+
 @dataclass
 class EmaConfig:
     """Exponential moving average of the weights; the better ones of these and the raw weights are used."""

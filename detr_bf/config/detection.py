@@ -267,15 +267,8 @@ class BatchFormerConfig:
     weight_decay: float | None = not_negative(None)  # null: optimizer.weight_decay
 
     def check_values(self, prefix: str) -> None:
-        """Refuse settings that need tokens of the encoder, or tokens with a position."""
-        if not self.enabled or self.at == "tokens":
-            return
-        if self.at == "backbone":
-            if self.references:
-                raise InputError(
-                    f"{prefix}references=true works in the encoder alone, where the images of references leave the "
-                    f"batch: set {prefix}at=tokens, or {prefix}references=false"
-                )
+        """Refuse settings that need tokens with a position, if queries attend to each other."""
+        if not self.enabled or self.at != "queries":
             return
         default = BatchFormerConfig()
         for name in ("position", "mask_padding", "gather", "neighbours", "references", "log_attention"):

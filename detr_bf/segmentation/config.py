@@ -18,6 +18,7 @@ from detr_bf.config.common import (
     OptimizerConfig,
     RunConfig,
     below_one,
+    check_betas,
     choice,
     fraction,
     not_negative,
@@ -110,8 +111,7 @@ class SegmentationOptimizerConfig(OptimizerConfig):
     clip_norm: float = not_negative(0.0)  # maximum gradient norm; 0: no clipping
 
     def check_values(self, prefix: str) -> None:
-        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
-            raise InputError(f"{prefix}betas must be two numbers from 0 to less than 1, got {self.betas}")
+        check_betas(prefix, self.betas)
 
 
 @dataclass

@@ -164,23 +164,3 @@ class SegmentationTask(Task[SegmentationConfig]):
         save_weights(target, kept)
         removed = len(checkpoint.weights) - len(kept)
         return f"{removed} tensors of the second head left out, which evaluation does not use; {len(kept)} in {target}"
-
-
-def read_segmenter(
-    source: Path, overrides: Sequence[str] = (), device: torch.device | None = None
-) -> tuple[nn.Module, SegmentationConfig, ClassMap]:
-    """Return the network of a run folder or checkpoint in evaluation mode, with its settings and classes.
-
-    Args:
-        overrides: settings to change, such as ``data.val.images=DIR``.
-
-    Raises:
-        InputError: the source is no checkpoint of a segmentation network.
-    """
-    checkpoint = load_checkpoint(checkpoint_of(source))
-    config = config_from_dict(checkpoint.config, overrides, source=f"the config in {source}")
-    if not isinstance(config, SegmentationConfig):
-        raise InputError(f"{source} is a run of the task {config.task}, expected segmentation")
-    task = SegmentationTask(config)
-    model = build_and_load(lambda: task.build_model(checkpoint.classes.num_classes), checkpoint.weights, source)
-    return model.to(device or device_of(config.device)).eval(), config, checkpoint.classes

@@ -6,13 +6,19 @@ training a detector imports nothing that only classifiers need.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+
+from detr_bf.common.devices import device_of
 from detr_bf.common.errors import InputError
-from detr_bf.config import RunConfig
-from detr_bf.engine import Checkpoint
+from detr_bf.common.structures import ClassMap
+from detr_bf.config import RunConfig, config_from_dict
+from detr_bf.engine import Checkpoint, build_and_load, checkpoint_of, load_checkpoint
 from detr_bf.tasks.task import Task
 
 TASKS = {  # name -> (module, class)
@@ -22,7 +28,7 @@ TASKS = {  # name -> (module, class)
     "segmentation": ("detr_bf.segmentation.task", "SegmentationTask"),
 }
 
-__all__ = ["TASKS", "Task", "require_task", "task_class", "task_of"]
+__all__ = ["TASKS", "Task", "read_trained", "require_task", "task_class", "task_of"]
 
 
 def task_class(name: str) -> type[Task[Any]]:
@@ -35,6 +41,28 @@ def task_class(name: str) -> type[Task[Any]]:
 def task_of(config: RunConfig) -> Task[Any]:
     """Return the task of a config."""
     return task_class(config.task)(config)
+
+
+def read_trained(
+    source: Path, expected: Sequence[str], overrides: Sequence[str] = (), device: torch.device | None = None
+) -> tuple[Task[Any], nn.Module, ClassMap]:
+    """Return the task, the model in evaluation mode and the classes of a run folder or checkpoint.
+
+    Args:
+        expected: names of tasks.
+        overrides: settings to change, such as ``data.root=DIR``.
+        device: of the model; None: that of the settings.
+
+    Raises:
+        InputError: the source is no checkpoint of an expected task.
+    """
+    checkpoint = load_checkpoint(checkpoint_of(source))
+    config = config_from_dict(checkpoint.config, overrides, source=f"the config in {source}")
+    if config.task not in expected:
+        raise InputError(f"{source} is a run of the task {config.task}, expected {' or '.join(expected)}")
+    task, classes = task_of(config), checkpoint.classes
+    model = build_and_load(lambda: task.build_model(classes.num_classes), checkpoint.weights, source)
+    return task, model.to(device or device_of(config.device)).eval(), classes
 
 
 def require_task(checkpoint: Checkpoint, name: str, source: Path) -> None:

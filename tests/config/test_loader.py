@@ -125,10 +125,6 @@ def test_round_trips(tmp_path: Path) -> None:
                 ("references: true", "references=true"),
             )
         ),
-        (
-            "batch_former={enabled: true, at: backbone, references: true}",
-            ["batch_former.references=true works in the encoder alone", "batch_former.at=tokens"],
-        ),
         ("batch_former.at=images", ["batch_former.at must be", "tokens, queries", "'images'"]),
         ("batch_former.layers=[0,", ["cannot be read"]),
         ("loss.focal_alpha=7", ["loss.focal_alpha must be between 0 and 1, got 7"]),

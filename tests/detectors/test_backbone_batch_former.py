@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from detr_bf.backbones import Backbone, VitOptions, build_backbone
 from detr_bf.batchformer import BatchFormerV2
-from detr_bf.common.structures import Batch, Outputs
 from detr_bf.detectors import Detector, MaskHead
 from detr_bf.losses import Focal, HungarianMatcher, LossReport, SetCriterion
-from tests.detectors.tiny import DETECTORS, DIM, IMAGES, images, model, shaken, with_fixed_norms
+from tests.detectors.tiny import DETECTORS, DIM, IMAGES, images, influence, model, outputs_of, shaken, with_fixed_norms
 
 every_detector = pytest.mark.parametrize("name", DETECTORS)
 BLOCKS, WIDTH, HEADS = 3, 16, 2
@@ -48,11 +46,6 @@ def detector(name: str, **changes: Any) -> Detector:
     return with_fixed_norms(shaken(model(name, backbone(strides, **changes), dropout=0.0), 0.2).train())
 
 
-def outputs_of(module: Detector, batch: Batch | None = None) -> Outputs:
-    torch.manual_seed(3)  # the noise of denoising
-    return module(batch or images())
-
-
 def pair(name: str, **changes: Any) -> tuple[Detector, Detector]:
     """Return a detector with batch attention in its backbone, and the same one without."""
     module, plain = detector(name, **changes), detector(name, enabled=False)
@@ -60,16 +53,6 @@ def pair(name: str, **changes: Any) -> tuple[Detector, Detector]:
     assert found.missing_keys == []
     assert all(key.startswith("backbone.batch_former.mixers.shared.") for key in found.unexpected_keys)
     return module, plain
-
-
-def influence(module: Detector, stream: int) -> Tensor:
-    """Return the gradient of a function of the last layer's outputs of image 0 for the pixels of both: (B,) sums."""
-    batch = images()
-    pixels = batch.images.double().requires_grad_()
-    outputs = outputs_of(module, replace(batch, images=pixels))
-    row = stream * IMAGES
-    (outputs.logits[-1, row].square().sum() + outputs.boxes[-1, row].square().sum()).backward()
-    return pixels.grad.abs().flatten(1).sum(1)
 
 
 @every_detector

@@ -7,17 +7,27 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from detr_bf.batchformer import QueryBatchFormer
 from detr_bf.common.errors import InputError
-from detr_bf.common.structures import Batch, Outputs, Queries
+from detr_bf.common.structures import Queries
 from detr_bf.detectors import Detector
 from detr_bf.engine.optimizer import parameter_groups
 from detr_bf.engine.step import TrainingStep
 from detr_bf.losses import Focal, HungarianMatcher, LossReport, SetCriterion
 from tests.detectors.test_mask_head import with_masks
-from tests.detectors.tiny import DETECTORS, DIM, IMAGES, LAYERS, images, model, shaken, with_fixed_norms
+from tests.detectors.tiny import (
+    DETECTORS,
+    DIM,
+    IMAGES,
+    LAYERS,
+    images,
+    influence,
+    model,
+    outputs_of,
+    shaken,
+    with_fixed_norms,
+)
 
 every_detector = pytest.mark.parametrize("name", DETECTORS)
 WITH_GROUPS = ("dino", "dino_shared_heads", "dn_detr", "group_detr", "h_deformable_detr", "rtdetr", "rtdetrv2", "dfine")
@@ -35,21 +45,6 @@ def former(**changes: object) -> QueryBatchFormer:
 def detector(name: str, **changes: object) -> Detector:
     """Return a detector in training, with random weights; an image depends on others by batch attention alone."""
     return with_fixed_norms(shaken(model(name, dropout=0.0, query_batch_former=former(**changes))).train())
-
-
-def outputs_of(module: Detector, batch: Batch | None = None) -> Outputs:
-    torch.manual_seed(3)  # the noise of denoising
-    return module(batch or images())
-
-
-def influence(module: Detector, stream: int) -> Tensor:
-    """Return the gradient of a function of the last layer's outputs of image 0 for the pixels of both: (B,) sums."""
-    batch = images()
-    pixels = batch.images.double().requires_grad_()
-    outputs = outputs_of(module, replace(batch, images=pixels))
-    row = stream * IMAGES
-    (outputs.logits[-1, row].square().sum() + outputs.boxes[-1, row].square().sum()).backward()
-    return pixels.grad.abs().flatten(1).sum(1)
 
 
 @every_detector

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from detr_bf.backbones import Backbone
 from detr_bf.batchformer import BatchFormerV2
-from detr_bf.common.structures import Batch, FeatureMap, QueryGroup, Target
+from detr_bf.common.structures import Batch, FeatureMap, Outputs, QueryGroup, Target
 from detr_bf.detectors import Detector, Options
 from detr_bf.detectors.conditional_detr import conditional_detr
 from detr_bf.detectors.dab_deformable_detr import dab_deformable_detr
@@ -190,3 +191,18 @@ def images() -> Batch:
         for i, (own, size) in enumerate(((slice(2), (32, 48)), (slice(2, 3), (16, 24))))
     )
     return Batch(pixels, mask, targets)
+
+
+def outputs_of(module: Detector, batch: Batch | None = None) -> Outputs:
+    torch.manual_seed(3)  # the noise of denoising
+    return module(batch or images())
+
+
+def influence(module: Detector, stream: int) -> Tensor:
+    """Return the gradient of a function of the last layer's outputs of image 0 for the pixels of both: (B,) sums."""
+    batch = images()
+    pixels = batch.images.double().requires_grad_()
+    outputs = outputs_of(module, replace(batch, images=pixels))
+    row = stream * IMAGES
+    (outputs.logits[-1, row].square().sum() + outputs.boxes[-1, row].square().sum()).backward()
+    return pixels.grad.abs().flatten(1).sum(1)

@@ -8,22 +8,29 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import LwDetrConfig, LwDetrForObjectDetection
 
 from detr_bf.backbones import VitOptions, build_backbone
 from detr_bf.common.errors import InputError
-from detr_bf.common.structures import Target
-from detr_bf.detectors import DETECTORS, Detector, Options
-from detr_bf.detectors.groups import query_groups
+from detr_bf.detectors import Detector
 from detr_bf.interop.formats import from_foreign, to_foreign
 from detr_bf.interop.weights import read_weights, write_weights
-from detr_bf.losses import Focal, HungarianMatcher, IouAware, SetCriterion
 from tests.interop.states import assert_same
 from tests.interop.test_huggingface import shaken
-from tests.interop.test_huggingface_rfdetr import normalised
+from tests.interop.test_huggingface_rfdetr import (
+    CLASSES,
+    DIM,
+    GROUPS,
+    HEADS,
+    PATCH,
+    QUERIES,
+    SIDE,
+    assert_same_losses,
+    assert_same_outputs,
+    detector_over,
+)
 
-CLASSES, DIM, HEADS, QUERIES, GROUPS, PATCH, SIDE = 5, 32, 4, 6, 3, 8, 64
 SCALES = {"P3": 2.0, "P4": 1.0, "P5": 0.5}
 WIDE = 516  # channels of a backbone whose maps are narrowed before they are enlarged
 CASES = [(("P4",), 24), (("P3", "P5"), 24), (("P3", "P5"), WIDE)]
@@ -88,52 +95,17 @@ def ours(levels: Sequence[str], width: int) -> Detector:
         frozen_norm=False,
         vit=vit,
     )
-    options = Options(
-        num_logits=CLASSES,
-        hidden_dim=DIM,
-        heads=HEADS,
-        encoder_layers=0,
-        decoder_layers=2,
-        feedforward_dim=20,
-        dropout=0.0,
-        num_queries=QUERIES,
-        groups=query_groups(QUERIES, group_detr=GROUPS),
-    )
-    return DETECTORS["rfdetr"](backbone, backbone.channels, options, cross_heads=8, levels=levels, layer_norm=False)
-
-
-def both(levels: Sequence[str], width: int) -> tuple[nn.Module, Detector, Tensor, Tensor]:
-    """Return their detector, ours with the same weights, images (B, 3, H, W) uint8 and their mask of padding."""
-    their, own = theirs(levels, width), ours(levels, width)
-    own.load_state_dict(from_foreign(their.state_dict(), "it"))
-    torch.manual_seed(1)
-    images = torch.randint(256, (2, 3, SIDE, SIDE), dtype=torch.uint8)
-    return their, own, images, torch.zeros(2, SIDE, SIDE, dtype=torch.bool)
+    return detector_over(backbone, levels=levels, layer_norm=False)
 
 
 @pytest.mark.parametrize(("levels", "width"), CASES)
 def test_their_weights_give_their_outputs(levels: Sequence[str], width: int) -> None:
-    their, own, images, padding = both(levels, width)
-    with torch.no_grad():
-        expected = their(pixel_values=normalised(images, own), pixel_mask=~padding)
-        found = own.eval().detect(own.backbone(images, padding), padding)
-    torch.testing.assert_close(found.logits[-1], expected.logits, rtol=0, atol=1e-4)
-    torch.testing.assert_close(found.boxes[-1], expected.pred_boxes, rtol=0, atol=2e-5)
+    assert_same_outputs(theirs(levels, width), ours(levels, width))
 
 
 @pytest.mark.parametrize(("levels", "width"), CASES[:2])
 def test_their_losses(levels: Sequence[str], width: int) -> None:
-    """Compare all terms of a training step; theirs are those of the groups together."""
-    their, own, images, padding = both(levels, width)
-    torch.manual_seed(2)
-    boxes = [0.3 * torch.rand(count, 4) + 0.3 for count in (2, 3)]
-    labels = [torch.arange(len(each)) for each in boxes]
-    wanted = [{"class_labels": c, "boxes": b} for c, b in zip(labels, boxes, strict=True)]
-    expected = their.train()(pixel_values=normalised(images, own), pixel_mask=~padding, labels=wanted)
-    targets = [Target(i, b, c, (1, 1), (1, 1)) for i, (b, c) in enumerate(zip(boxes, labels, strict=True))]
-    outputs = own.train().detect(own.backbone(images, padding), padding, targets)
-    report = SetCriterion(IouAware(), HungarianMatcher(Focal(), 2, 5, 2), mean_of_groups=True)(outputs, targets)
-    torch.testing.assert_close(report.total, expected.loss, rtol=1e-4, atol=1e-4)
+    assert_same_losses(theirs(levels, width), ours(levels, width))
 
 
 @pytest.mark.parametrize(("levels", "width"), CASES)

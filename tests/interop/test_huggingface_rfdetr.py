@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import RfDetrConfig, RfDetrForObjectDetection
 
-from detr_bf.backbones import VitOptions, build_backbone
+from detr_bf.backbones import Backbone, VitOptions, build_backbone
 from detr_bf.common.errors import InputError
 from detr_bf.common.structures import Target
 from detr_bf.detectors import DETECTORS, Detector, Options
@@ -79,6 +79,11 @@ def ours() -> Detector:
         frozen_norm=False,
         vit=vit,
     )
+    return detector_over(backbone)
+
+
+def detector_over(backbone: Backbone, **own: Any) -> Detector:
+    """Build our detector; ``own`` are options of RF-DETR and LW-DETR."""
     options = Options(
         num_logits=CLASSES,
         hidden_dim=DIM,
@@ -90,7 +95,7 @@ def ours() -> Detector:
         num_queries=QUERIES,
         groups=query_groups(QUERIES, group_detr=GROUPS),
     )
-    return DETECTORS["rfdetr"](backbone, backbone.channels, options, cross_heads=8)
+    return DETECTORS["rfdetr"](backbone, backbone.channels, options, cross_heads=8, **own)
 
 
 def pixels() -> torch.Tensor:
@@ -103,9 +108,13 @@ def normalised(images: torch.Tensor, model: Detector) -> torch.Tensor:
 
 
 def test_their_weights_give_their_outputs() -> None:
-    their, own, images = theirs(), ours(), pixels()
+    assert_same_outputs(theirs(), ours())
+
+
+def assert_same_outputs(their: nn.Module, own: Detector) -> None:
+    """Load their weights into our detector, and compare logits and boxes."""
+    images, padding = pixels(), torch.zeros(2, SIDE, SIDE, dtype=torch.bool)
     own.load_state_dict(from_foreign(their.state_dict(), "it"))
-    padding = torch.zeros(2, SIDE, SIDE, dtype=torch.bool)
     with torch.no_grad():
         expected = their(pixel_values=normalised(images, own), pixel_mask=~padding)
         found = own.eval().detect(own.backbone(images, padding), padding)
@@ -114,15 +123,18 @@ def test_their_weights_give_their_outputs() -> None:
 
 
 def test_their_losses() -> None:
-    """Compare all terms of a training step; theirs are those of the groups together."""
-    their, own, images = theirs().train(), ours(), pixels()
+    assert_same_losses(theirs(), ours())
+
+
+def assert_same_losses(their: nn.Module, own: Detector) -> None:
+    """Load their weights, and compare all terms of a training step; theirs are those of the groups together."""
+    images, padding = pixels(), torch.zeros(2, SIDE, SIDE, dtype=torch.bool)
     own.load_state_dict(from_foreign(their.state_dict(), "it"))
     torch.manual_seed(2)
     boxes = [0.3 * torch.rand(count, 4) + 0.3 for count in (2, 3)]
     labels = [torch.arange(len(each)) for each in boxes]
     wanted = [{"class_labels": c, "boxes": b} for c, b in zip(labels, boxes, strict=True)]
-    padding = torch.zeros(2, SIDE, SIDE, dtype=torch.bool)
-    expected = their(pixel_values=normalised(images, own), pixel_mask=~padding, labels=wanted)
+    expected = their.train()(pixel_values=normalised(images, own), pixel_mask=~padding, labels=wanted)
     targets = [Target(i, b, c, (1, 1), (1, 1)) for i, (b, c) in enumerate(zip(boxes, labels, strict=True))]
     outputs = own.train().detect(own.backbone(images, padding), padding, targets)
     report = SetCriterion(IouAware(), HungarianMatcher(Focal(), 2, 5, 2), mean_of_groups=True)(outputs, targets)

@@ -17,7 +17,7 @@ from detr_bf.backbones.weights import load_network_weights as load_backbone
 from detr_bf.backbones.weights import read_network_file
 from detr_bf.classification.config import ClassifierConfig, ClassifierModelConfig
 from detr_bf.classification.network import read_network_weights
-from detr_bf.classification.task import initial_weights, read_classifier
+from detr_bf.classification.task import initial_weights
 from detr_bf.commands.convert import convert, deploy
 from detr_bf.common.errors import InputError, TrainingError
 from detr_bf.common.structures import Batch, ClassMap
@@ -27,6 +27,7 @@ from detr_bf.detectors import Detector
 from detr_bf.engine import Checkpoint, RunFolder, is_checkpoint, load_checkpoint
 from detr_bf.engine.recovery import load_capture
 from detr_bf.engine.state import Progress, TrainingState
+from detr_bf.tasks import read_trained
 from tests.checkpoints import training
 
 CLASSES = ClassMap((3, 7), ("cat", "dog"))
@@ -63,13 +64,17 @@ def _strip(path: Path) -> object:
     return deploy(path, path.with_name("stripped.pt"), "detection")
 
 
+def _trained(path: Path) -> object:
+    return read_trained(path, ["classification"])
+
+
 def _load_capture(path: Path) -> object:
     return load_capture(path, lambda config: Batch)
 
 
 READERS: list[Callable[[Path], object]] = [
     *(load_checkpoint, is_checkpoint, _load_capture, read_content, read_initial_weights, read_network_weights),
-    *(initial_weights, read_network_file, read_classifier, detr_bf.load, detr_bf.load_classifier, _convert, _strip),
+    *(initial_weights, read_network_file, _trained, detr_bf.load, detr_bf.load_classifier, _convert, _strip),
 ]
 
 

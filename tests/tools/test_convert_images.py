@@ -14,11 +14,10 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from detr_bf.batchformer import BatchFormer
-from detr_bf.classification.task import read_classifier
 from detr_bf.common.structures import ClassMap
 from detr_bf.config import config_to_dict, load_config
 from detr_bf.engine import Checkpoint, load_checkpoint
-from detr_bf.tasks import task_of
+from detr_bf.tasks import read_trained, task_of
 from tests.checkpoints import training
 from tests.tools.image_runs import classifier_config, masked_config
 from tests.tools.test_train_classifier import CNN, VARIANTS, VIT
@@ -74,7 +73,7 @@ def test_a_classifier_without_plugins_is_one_of_timm(
     assert_same(kept, {key: value for key, value in whole.items() if not key.startswith("plugins.")})
     assert capsys.readouterr().out.startswith(f"{len(whole) - len(kept)} tensors of plug-ins left out")
     with torch.no_grad():
-        expected = read_classifier(source)[0](images)
+        expected = read_trained(source, ["classification"])[1](images)
         assert torch.equal(plain_vit(kept, num_classes=3)(images), expected)
 
 
