@@ -16,14 +16,16 @@ from torchvision.transforms.v2 import functional
 from detr_bf.data.transforms import resized_size
 from detr_bf.segmentation.batch import IGNORE
 
-PHOTOMETRIC = v2.Compose(  # the limits of mmsegmentation, whose changes of brightness are added
+# Limits of PhotoMetricDistortion of mmsegmentation (hue: 18 of OpenCV's 180), whose changes of brightness are added.
+# Torchvision's RandomPhotometricDistort also permutes the channels, as SSD does.
+PHOTOMETRIC = v2.Compose(
     [
         v2.RandomApply([v2.ColorJitter(**{name: limits})])
         for name, limits in {
             "brightness": (0.875, 1.125),
             "contrast": (0.5, 1.5),
             "saturation": (0.5, 1.5),
-            "hue": (-0.05, 0.05),
+            "hue": (-0.1, 0.1),
         }.items()
     ]
 )
