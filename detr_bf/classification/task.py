@@ -384,12 +384,12 @@ def read_classifier(
 
 
 def initial_weights(path: Path) -> dict[str, Tensor]:
-    """Return the weights of a masked autoencoder, or of a plain network as those of the encoder, without positions."""
+    """Return the weights of a run of pre-training, or of a plain network as those of the encoder, without positions."""
     weights = read_state(checkpoint_of(path))
     if any(name.startswith(ENCODER) for name in weights):
         return weights
     if "pos_embed" in weights:
-        logger.info("init_from %s: pos_embed is ignored, a masked autoencoder has fixed sine positions", path)
+        logger.info("init_from %s: pos_embed is ignored, pre-training has fixed sine positions", path)
     return {ENCODER + name: value for name, value in weights.items() if name != "pos_embed"}
 
 

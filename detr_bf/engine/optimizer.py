@@ -150,7 +150,7 @@ def image_parameter_groups(
     batch_former_lr_factor: float = 1.0,
     batch_former_weight_decay: float | None = None,
 ) -> list[dict[str, Any]]:
-    """Return up to four groups of the trainable parameters of a classifier or masked autoencoder.
+    """Return up to four groups of the trainable parameters of an image model.
 
     They are ``network`` and ``batch_former``, each with ``..._no_decay`` for vectors (biases, norms, scales) and for
     the parameters in the model's ``no_weight_decay()``, such as timm's position embeddings and class tokens.
