@@ -12,7 +12,7 @@ from detr_bf.common.errors import InputError
 from detr_bf.common.files import check_weights, is_folder, read_safetensors, read_torch
 
 BEST, LAST = "best.pt", "last.pt"  # checkpoints in the folder of a run
-PLUGINS, ENCODER = "plugins", "encoder."  # in names: part of those of plug-ins, prefix of an encoder that is pre-trained
+PLUGINS, ENCODER = "plugins", "encoder."  # in names: part of those of plug-ins, prefix of pre-trained encoders
 # Entries of a checkpoint that hold weights, averaged weights first
 WRAPPERS = ("ema.module", "ema", "model", "state_dict", "state_dict.model", "model.state_dict")
 

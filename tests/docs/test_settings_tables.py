@@ -38,7 +38,9 @@ def tables() -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("schema", [DetectionConfig, ClassifierConfig, MaskedConfig, ContrastiveConfig, SegmentationConfig])
+@pytest.mark.parametrize(
+    "schema", [DetectionConfig, ClassifierConfig, MaskedConfig, ContrastiveConfig, SegmentationConfig]
+)
 def test_every_setting_has_a_row(tables: ModuleType, schema: type) -> None:
     described = list(described_settings(schema))
     found = [setting.key for setting in described]
