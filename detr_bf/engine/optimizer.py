@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from timm.optim.lars import Lars
 from torch import nn
 
 from detr_bf.backbones import Backbone
@@ -218,6 +217,8 @@ def build_optimizer(
     if nesterov and momentum == 0:
         raise InputError("optimizer.nesterov=true needs optimizer.momentum greater than 0, such as 0.9")
     if name == "lars":
+        from timm.optim.lars import Lars  # a rare setting
+
         return Lars(with_base_lr, momentum=momentum, nesterov=nesterov)
     return torch.optim.SGD(with_base_lr, momentum=momentum, nesterov=nesterov, fused=True)
 

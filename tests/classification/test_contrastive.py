@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from detr_bf.backbones import build_backbone
 from detr_bf.batchformer import BatchFormer
 from detr_bf.classification.augmentation import ViewPairTransform
 from detr_bf.classification.batch import ClassTargets, ViewPairs
@@ -232,6 +233,17 @@ def test_the_encoder_is_the_plain_network() -> None:
     )
     images = torch.randn(2, 3, 32, 32)
     assert torch.equal(plain(images), model.encoder(images))
+
+
+@pytest.mark.parametrize("name", ["resnet18", "timm:resnet18"])
+def test_the_encoder_of_a_resnet_is_a_backbone(name: str, tmp_path: Path) -> None:
+    state = resnet_contrast(batch_former=BatchFormer(512, heads=2)).state_dict()
+    torch.save({"model": state}, tmp_path / "run.pt")
+    settings = {"strides": [32], "dilation": False, "frozen_stages": 0, "frozen_norm": False}
+    backbone = build_backbone(name, weights=str(tmp_path / "run.pt"), **settings)
+    found = [value for key, value in backbone.state_dict().items() if key.endswith("layer4.1.conv2.weight")]
+    assert len(found) == 1
+    assert torch.equal(found[0], state["encoder.layer4.1.conv2.weight"])
 
 
 def test_training_tells_images_apart() -> None:
