@@ -54,7 +54,7 @@ def info_nce(queries: Tensor, keys: Tensor, *, temperature: float, first: int = 
     return 2 * temperature * F.cross_entropy(similarities(queries, keys) / temperature, labels)
 
 
-def contrastive_loss(
+def momentum_contrast_loss(
     outputs: Embedded, targets: object = None, *, temperature: float, loss_scale: float = 1.0
 ) -> LossReport:
     """Return the loss of both directions, each view's queries among the other view's keys of all ranks.

@@ -32,7 +32,7 @@ from detr_bf.classification.assembly_data import (
 )
 from detr_bf.classification.batch import LabelledImages, ViewPairs
 from detr_bf.classification.config import ClassifierConfig, PixelsConfig, PluginsConfig
-from detr_bf.classification.contrastive import MomentumContrast, contrastive_loss
+from detr_bf.classification.contrastive import MomentumContrast, momentum_contrast_loss
 from detr_bf.classification.contrastive_config import ContrastiveConfig
 from detr_bf.classification.data import FileImages, LabelledImageSet
 from detr_bf.classification.error_summary import classification_errors, likely_label_errors
@@ -354,7 +354,7 @@ class ContrastiveTask(PretrainingTask[ContrastiveConfig]):
 
     def build_criterion(self, model: nn.Module, class_counts: Sequence[int] | None = None) -> Criterion:
         loss = self.config.loss
-        return partial(contrastive_loss, temperature=loss.temperature, loss_scale=loss.stream_scale)
+        return partial(momentum_contrast_loss, temperature=loss.temperature, loss_scale=loss.stream_scale)
 
     def build_evaluation(self, class_map: ClassMap, folder: RunFolder, data: ImageSplits | None = None) -> Evaluate:
         loop = val_loop(self.config, data or self.load_data(), device_of(self.config.device))

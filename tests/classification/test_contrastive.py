@@ -19,7 +19,7 @@ from detr_bf.backbones import build_backbone
 from detr_bf.batchformer import BatchFormer
 from detr_bf.classification.augmentation import ViewPairTransform
 from detr_bf.classification.batch import ClassTargets, ViewPairs
-from detr_bf.classification.contrastive import Embedded, MomentumContrast, contrastive_loss
+from detr_bf.classification.contrastive import Embedded, MomentumContrast, momentum_contrast_loss
 from detr_bf.classification.metrics import ContrastiveEvaluator
 from detr_bf.common import distributed
 from detr_bf.common.errors import InputError
@@ -71,19 +71,19 @@ def written_out(query: Tensor, key: Tensor, temperature: float, first: int = 0) 
 
 def test_the_loss_is_that_of_both_directions() -> None:
     outputs = Embedded(numbers(2, 5, DIM), numbers(2, 5, DIM, seed=1))
-    report = contrastive_loss(outputs, temperature=0.2)
+    report = momentum_contrast_loss(outputs, temperature=0.2)
     (q1, q2), (k1, k2) = outputs.queries, outputs.keys
     assert report.total.item() == pytest.approx(written_out(q1, k2, 0.2) + written_out(q2, k1, 0.2), rel=1e-12)
     own = Embedded(outputs.queries, outputs.queries.flip(0))
-    assert contrastive_loss(own, temperature=0.2).logged["instance_accuracy"] == 1
+    assert momentum_contrast_loss(own, temperature=0.2).logged["instance_accuracy"] == 1
     moved = Embedded(outputs.queries, outputs.queries.flip(0).roll(1, dims=1))
-    assert contrastive_loss(moved, temperature=0.2).logged["instance_accuracy"] == 0
+    assert momentum_contrast_loss(moved, temperature=0.2).logged["instance_accuracy"] == 0
 
 
 @pytest.mark.parametrize("scale", [1.0, 4.0])
 def test_two_streams_have_the_loss_of_all_four_pairs(scale: float) -> None:
     outputs = Embedded(numbers(2, 10, DIM), numbers(2, 10, DIM, seed=1), num_streams=2)
-    report = contrastive_loss(outputs, temperature=1.0, loss_scale=scale)
+    report = momentum_contrast_loss(outputs, temperature=1.0, loss_scale=scale)
     pairs = [
         written_out(query, key, 1.0)
         for queries, keys in zip(outputs.queries, outputs.keys.flip(0), strict=True)
@@ -98,7 +98,7 @@ def test_the_gradient_is_that_of_finite_differences_and_keys_have_none() -> None
     keys = numbers(2, 6, DIM, seed=1).requires_grad_()
 
     def loss(queries: Tensor) -> Tensor:
-        return contrastive_loss(Embedded(queries, keys, 2), temperature=0.5).total
+        return momentum_contrast_loss(Embedded(queries, keys, 2), temperature=0.5).total
 
     queries = numbers(2, 6, DIM).requires_grad_()
     assert torch.autograd.gradcheck(loss, queries)
@@ -112,7 +112,7 @@ def loss_of_a_rank(streams: int) -> tuple[float, Tensor]:
     queries, keys = (numbers(2, streams, 5, DIM, seed=seed)[:, :, own].flatten(1, 2) for seed in (0, 1))
     rows, first = distributed.all_gather_rows(torch.arange(5)[own])
     assert first == own.start
-    return contrastive_loss(Embedded(queries, keys, streams), temperature=0.3).total.item(), rows
+    return momentum_contrast_loss(Embedded(queries, keys, streams), temperature=0.3).total.item(), rows
 
 
 @pytest.mark.parametrize("streams", [1, 2])
@@ -190,7 +190,7 @@ def test_the_momentum_encoder_follows_by_the_formula() -> None:
 @pytest.mark.parametrize("frozen", [False, True])
 def test_frozen_parts_get_no_gradient_and_all_others_do(frozen: bool) -> None:
     model = vit_contrast(batch_former=former(), freeze_batch_former=frozen)
-    contrastive_loss(model(views()), temperature=1.0).total.backward()
+    momentum_contrast_loss(model(views()), temperature=1.0).total.backward()
     fixed = {
         name
         for name, _ in model.named_parameters()
@@ -254,7 +254,7 @@ def test_training_tells_images_apart() -> None:
     losses = []
     for step in range(12):
         model.begin_step(step / 12)
-        report = contrastive_loss(model(pairs), temperature=0.2)
+        report = momentum_contrast_loss(model(pairs), temperature=0.2)
         optimizer.zero_grad()
         report.total.backward()
         optimizer.step()
