@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from torchvision.transforms.functional import to_pil_image
 
 from detr_bf.engine import load_checkpoint
 from tests.processes import run_together
@@ -78,3 +79,20 @@ def test_two_processes_stay_the_same(tmp_path: Path) -> None:
 def test_a_batch_of_one_image_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert train_net(["--config", str(contrastive_config(tmp_path)), "train.batch_size=1"]) == 2
     assert "give train.batch_size=2 or more" in capsys.readouterr().err
+
+
+def test_images_in_a_single_folder_need_no_labels(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for split, count in (("train", 6), ("val", 3)):
+        (tmp_path / "images" / split / "any").mkdir(parents=True)
+        for at in range(count):
+            pixels = torch.randint(256, (3, 20, 24), dtype=torch.uint8, generator=generator)
+            to_pil_image(pixels).save(tmp_path / "images" / split / "any" / f"{at}.png")
+    data = ["data.name=image_folder", f"data.root={tmp_path / 'images'}", "data.per_class=null"]
+    command = ["--config", str(contrastive_config(tmp_path)), *data, "train.batch_size=3", "train.epochs=1"]
+    assert train_net(command) == 0
+    steps = [json.loads(line) for line in (tmp_path / "moco" / "metrics.jsonl").read_text().splitlines()]
+    logged = [step["instance_accuracy"] for step in steps if "loss_contrastive" in step]
+    assert len(logged) == 2
+    assert all(round(6 * accuracy, 6) % 1 == 0 for accuracy in logged), "shares of the two views of three images"
+    assert json.loads((tmp_path / "moco" / "evaluation.json").read_text())["num_images"] == 3
