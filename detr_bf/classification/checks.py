@@ -48,7 +48,7 @@ def examine_images(
     """Run every check on both splits.
 
     Args:
-        classify: run the checks that only matter to classifiers; False for masked autoencoders.
+        classify: run the checks that only matter to classifiers; False for pre-training.
         cache_dir: cache of file records.
         workers: threads that read the image files missing in the cache.
     """

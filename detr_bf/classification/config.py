@@ -165,20 +165,13 @@ class LongTailConfig:
 
 
 @dataclass
-class ImageTransformConfig:
-    """Resizing and timm's augmentation; sizes in pixels."""
+class PixelsConfig:
+    """Size, cropping and normalisation of images; sizes in pixels."""
 
     size: int = positive(224, WIDTH)  # side of the square images of the network
-    crop: str = choice("resized", "padded", "none")  # random area and ratio; random shift; only resize
-    area: list[float] = numbers(0.08, 1.0)  # minimum and maximum share of the image; only crop=resized
-    padding: int = not_negative(4, WIDTH)  # maximum shift; only crop=padded
+    area: list[float] = numbers(0.08, 1.0)  # minimum and maximum share of the image in a crop
     horizontal_flip: float = fraction(0.5)  # probability of a flip
-    color_jitter: float = not_negative(0.3, 100)  # strength; only without auto_augment
-    auto_augment: str = "rand-m9-mstd0.5-inc1"  # timm's name of a policy, or cifar10 (AutoAugment's); empty: none
-    cutout: int = not_negative(0, WIDTH)  # side of a black square at a random place; 0: off
-    erase: float = fraction(0.25)  # probability of random erasing
     interpolation: str = choice("bicubic", "bilinear")  # of resizing
-    eval_crop: float | None = fraction(None)  # share of the resized image; null: 0.875 if crop=resized, otherwise 1
     mean: list[float] = numbers(0.485, 0.456, 0.406)  # of red, green and blue, in [0, 1]
     std: list[float] = numbers(0.229, 0.224, 0.225)  # of red, green and blue, in [0, 1]
 
@@ -193,6 +186,20 @@ class ImageTransformConfig:
 
 
 @dataclass
+class ImageTransformConfig(PixelsConfig):
+    """Resizing and timm's augmentation; sizes in pixels."""
+
+    crop: str = choice("resized", "padded", "none")  # random area and ratio; random shift; only resize
+    area: list[float] = numbers(0.08, 1.0)  # minimum and maximum share of the image; only crop=resized
+    padding: int = not_negative(4, WIDTH)  # maximum shift; only crop=padded
+    color_jitter: float = not_negative(0.3, 100)  # strength; only without auto_augment
+    auto_augment: str = "rand-m9-mstd0.5-inc1"  # timm's name of a policy, or cifar10 (AutoAugment's); empty: none
+    cutout: int = not_negative(0, WIDTH)  # side of a black square at a random place; 0: off
+    erase: float = fraction(0.25)  # probability of random erasing
+    eval_crop: float | None = fraction(None)  # share of the resized image; null: 0.875 if crop=resized, otherwise 1
+
+
+@dataclass
 class MixConfig:
     """Mixup and CutMix."""
 
@@ -203,8 +210,8 @@ class MixConfig:
 
 
 @dataclass
-class ImageDataConfig(LoadingConfig):
-    """Data sets of classifiers and masked autoencoders."""
+class ImageSetConfig(LoadingConfig):
+    """Data sets of images without their transforms."""
 
     name: str = choice(
         "image_folder", "list", "cifar10", "cifar100", "fashion_mnist", "garment_pairs", "digits", "mnist"
@@ -215,8 +222,14 @@ class ImageDataConfig(LoadingConfig):
     per_class: int | None = positive(None, STEPS)  # maximum number of training images per class; null: all
     subset_seed: int | None = seed(0)  # chooses the images that per_class and long_tail keep; null: the seed of the run
     long_tail: LongTailConfig = field(default_factory=LongTailConfig)
-    transforms: ImageTransformConfig = field(default_factory=ImageTransformConfig)
     repeats: int = positive(1, 1000)  # copies of an image, two of them never in one batch of a process; DeiT: 3
+
+
+@dataclass
+class ImageDataConfig(ImageSetConfig):
+    """Data sets of classifiers and masked autoencoders."""
+
+    transforms: ImageTransformConfig = field(default_factory=ImageTransformConfig)
 
 
 @dataclass

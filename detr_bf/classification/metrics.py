@@ -1,4 +1,4 @@
-"""Metrics of classifiers and masked autoencoders, from one row per image.
+"""Metrics of classifiers, masked autoencoders and contrastive pre-training, from one row per image.
 
 Shape legend: B images of a batch, N of the split, K classes.
 """
@@ -25,12 +25,14 @@ from detr_bf.common.text import csv_cell, printable
 from detr_bf.evaluation.error_types import Calibration
 
 if TYPE_CHECKING:
+    from detr_bf.classification.contrastive import Embedded  # loads timm
     from detr_bf.classification.masked_autoencoder import Reconstructed  # loads timm
 
 GROUPS = ("many", "medium", "few")
 CLASSIFICATION_METRIC_NAMES = ("top1", "top5", *GROUPS, "balanced", "ece", "loss")
 _BINS = 15  # of the calibration error, as in Guo et al. 2017
 _MAX_CONFUSION = 100  # classes
+_MAX_KEYS = 4096  # images among which a query looks for its key, MoCo v3's batch
 
 
 class ImageRows:
@@ -43,7 +45,7 @@ class ImageRows:
         self._parts: list[dict[str, Tensor]] = []
 
     def add(self, index: Tensor, **columns: Tensor) -> None:
-        """Add rows of the images ``index`` (B,); each column is (B,) on any device, the same columns in every call."""
+        """Add rows of the images ``index`` (B,); each column is (B, ...) on any device, the same ones in each call."""
         self._parts.append({name: column.detach().cpu() for name, column in {"index": index, **columns}.items()})
 
     def extend(self, other: ImageRows) -> None:
@@ -51,7 +53,7 @@ class ImageRows:
         self._parts += other._parts
 
     def joined(self) -> dict[str, Tensor]:
-        """Return ``index`` (N,) ascending and the other columns (N,), independent of how images were distributed.
+        """Return ``index`` (N,) ascending and the other columns (N, ...), independent of how images were distributed.
 
         Raises:
             InputError: there is no image.
@@ -415,3 +417,78 @@ class ReconstructionEvaluator:
         losses = self._rows.joined()["loss"].double()
         missing = int((~losses.isfinite()).sum())
         return ReconstructionResult(None if missing else losses.mean().item(), len(losses), missing)
+
+
+@dataclass(frozen=True)
+class ContrastiveResult:
+    """Contrastive loss and instance discrimination of a split."""
+
+    loss: float | None  # InfoNCE of both directions; None if an embedding is not finite
+    instance_accuracy: float | None  # share of the queries nearest to their own key, mean of both directions
+    num_images: int
+
+    @property
+    def metrics(self) -> dict[str, float | None]:
+        """All metrics by name."""
+        return {"loss": self.loss, "instance_accuracy": self.instance_accuracy}
+
+    @property
+    def score(self) -> float:
+        """Value that selects the best checkpoint: the negative loss."""
+        return -math.inf if self.loss is None else -self.loss
+
+    @property
+    def thresholds(self) -> None:
+        """None: embeddings have no thresholds."""
+
+    def __str__(self) -> str:
+        if self.loss is None or self.instance_accuracy is None:
+            return "loss n/a  (embeddings that are not finite)"
+        return f"loss {self.loss:.4f}  instance accuracy {100 * self.instance_accuracy:.1f}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain numbers for JSON."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, state: Mapping[str, Any]) -> ContrastiveResult:
+        """Create a result from :meth:`to_dict`."""
+        return cls(**state)
+
+
+class ContrastiveEvaluator:
+    """Evaluator of the embeddings of a split, each image once.
+
+    Images are compared in groups of at most 4,096 in the order of their indices, as equal in size as possible, so that
+    the result depends neither on the batch size nor on the number of ranks.
+    """
+
+    def __init__(self, temperature: float) -> None:
+        self.temperature = temperature
+        self._rows = ImageRows()
+
+    def update(self, batch: LabelledImages, outputs: Embedded) -> None:
+        """Add the images of a batch; the first embeddings of an image are kept."""
+        queries, keys = outputs.of_images()
+        self._rows.add(batch.indices, queries=queries.float(), keys=keys.float())
+
+    def merge(self, other: ContrastiveEvaluator) -> None:
+        """Add the images of ``other``; images present in both keep their present row."""
+        self._rows.extend(other._rows)
+
+    def summarize(self) -> ContrastiveResult:
+        """Return the metrics of all images; InputError if there is no image."""
+        from detr_bf.classification.contrastive import info_nce, similarities  # loads timm
+
+        rows = self._rows.joined()
+        queries, keys = rows["queries"].double(), rows["keys"].double()
+        if not (queries.isfinite().all() and keys.isfinite().all()):
+            return ContrastiveResult(None, None, len(queries))
+        loss, right = 0.0, 0
+        groups = -(-len(queries) // _MAX_KEYS)
+        for query, key in zip(queries.tensor_split(groups), keys.tensor_split(groups), strict=True):
+            for view in (0, 1):
+                own, others = query[:, view], key[:, 1 - view]
+                loss += len(own) * info_nce(own, others, temperature=self.temperature).item()
+                right += int((similarities(own, others).argmax(1) == torch.arange(len(own))).sum())
+        return ContrastiveResult(loss / len(queries), right / (2 * len(queries)), len(queries))

@@ -224,5 +224,5 @@ def _misfit(image_size: int, error: Exception) -> InputError:
 
 
 def read_network_weights(path: Path) -> dict[str, Tensor]:
-    """Return the weights of a run or file for a timm network; of a masked autoencoder only the encoder's."""
+    """Return the weights of a run or file for a timm network; of pre-training only the encoder's."""
     return network_of(read_state(checkpoint_of(path)))

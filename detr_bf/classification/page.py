@@ -1,4 +1,4 @@
-"""Parts of ``report.html`` for classifiers and masked autoencoders."""
+"""Parts of ``report.html`` for classifiers, masked autoencoders and contrastive pre-training."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from detr_bf.classification.config import ClassifierConfig, ClassifierDataConfig, ImageDataConfig
+from detr_bf.classification.config import ClassifierConfig, ClassifierDataConfig, ImageSetConfig
+from detr_bf.classification.contrastive_config import ContrastiveConfig
 from detr_bf.classification.figures import save_class_accuracies, save_confusion
 from detr_bf.classification.masked_config import MaskedConfig
-from detr_bf.classification.metrics import GROUPS, ClassificationResult, ReconstructionResult
+from detr_bf.classification.metrics import GROUPS, ClassificationResult, ContrastiveResult, ReconstructionResult
 from detr_bf.common.files import EVALUATION_FILE, SHEET_FILE, SUSPECTS_FILE
 from detr_bf.common.text import counted
 from detr_bf.report.charts import Chart, Line, chart_group
@@ -53,7 +54,7 @@ def plugin_names(config: ClassifierConfig) -> list[str]:
     return names
 
 
-def data_sentence(data: ImageDataConfig) -> str:
+def data_sentence(data: ImageSetConfig) -> str:
     """Return one sentence about the training data, and one about an evaluation that is not the usual one."""
     details = [f"imbalance {data.long_tail.imbalance:g}"] if data.long_tail.imbalance > 1 else []
     details += [f"at most {data.per_class:,} images a class"] if data.per_class else []
@@ -204,6 +205,29 @@ def _masked_details(run_dir: Path, result: ReconstructionResult | None) -> Itera
     yield section("Validation images", validation_sheet(run_dir / SHEET_FILE, description))
 
 
+def _contrastive_sentences(config: ContrastiveConfig) -> list[str]:
+    former = config.batch_former
+    state = f"a {'frozen' if former.frozen else 'trained'} BatchFormer before both projectors"
+    plugins = f"with {state}" if former.enabled else "without plug-ins"
+    return [
+        f"Contrastive pre-training (MoCo v3) of {config.model.name}, {plugins}.",
+        f"Momentum {config.model.momentum:g}, temperature {config.loss.temperature:g}.",
+        data_sentence(config.data),
+    ]
+
+
+def _contrastive_results(result: ContrastiveResult | None) -> Iterator[str]:
+    content = missing(EVALUATION_FILE, "evaluation")
+    if result is not None:
+        note = f"Two augmented views of {counted(result.num_images, 'image')}."
+        large = [
+            ("Instance accuracy", percent(result.instance_accuracy), "nearest key is the image's own"),
+            ("Loss", number(result.loss, 4), "both directions"),
+        ]
+        content = headline(large, [], note)
+    yield section("Validation", content)
+
+
 CLASSIFICATION_PAGE = TaskPage(
     task="classification",
     curves=CurvePlan(
@@ -224,6 +248,16 @@ MASKED_PAGE = TaskPage(
     sentences=_masked_sentences,
     results=_masked_results,
     details=_masked_details,
+    costs=lambda runs: "",
+    classes=lambda result: {},
+)
+CONTRASTIVE_PAGE = TaskPage(
+    task="contrastive_learning",
+    curves=CurvePlan(scores=(("instance_accuracy", "instance accuracy", "black"),)),
+    read_result=ContrastiveResult.from_dict,
+    sentences=_contrastive_sentences,
+    results=_contrastive_results,
+    details=lambda run_dir, result: iter(()),
     costs=lambda runs: "",
     classes=lambda result: {},
 )

@@ -1,4 +1,4 @@
-"""Tasks of classifiers of timm, and of masked autoencoders that pre-train a ViT (He et al. 2022, arXiv 2111.06377)."""
+"""Tasks of classifiers of timm, and of their pre-training: masked autoencoders and contrastive learning."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from detr_bf.classification.assembly import (
     TRAINING_ONLY,
     build_classifier,
     build_classifier_criterion,
+    build_contrastive,
     build_masked_autoencoder,
     image_optimizer,
 )
@@ -29,20 +30,23 @@ from detr_bf.classification.assembly_data import (
     train_batches,
     val_loop,
 )
-from detr_bf.classification.batch import LabelledImages
-from detr_bf.classification.config import ClassifierConfig, ImageTransformConfig, PluginsConfig
+from detr_bf.classification.batch import LabelledImages, ViewPairs
+from detr_bf.classification.config import ClassifierConfig, PixelsConfig, PluginsConfig
+from detr_bf.classification.contrastive import MomentumContrast, momentum_contrast_loss
+from detr_bf.classification.contrastive_config import ContrastiveConfig
 from detr_bf.classification.data import FileImages, LabelledImageSet
 from detr_bf.classification.error_summary import classification_errors, likely_label_errors
 from detr_bf.classification.masked_autoencoder import MaskedAutoencoder, reconstruction_loss
 from detr_bf.classification.masked_config import MaskedConfig
 from detr_bf.classification.metrics import (
     ClassificationEvaluator,
+    ContrastiveEvaluator,
     Predictions,
     ReconstructionEvaluator,
     write_predictions,
 )
 from detr_bf.classification.network import check_batch_norm, read_network_weights
-from detr_bf.classification.page import CLASSIFICATION_PAGE, MASKED_PAGE
+from detr_bf.classification.page import CLASSIFICATION_PAGE, CONTRASTIVE_PAGE, MASKED_PAGE
 from detr_bf.classification.sheet import ClassifiedImage, classification_sheet, reconstruction_sheet
 from detr_bf.common import distributed
 from detr_bf.common.devices import device_of
@@ -72,7 +76,7 @@ from detr_bf.tasks.task import MOST_ERROR_PICTURES, Evaluate, MakeBatches, Task
 
 logger = logging.getLogger(__name__)
 
-ImageConfigT = TypeVar("ImageConfigT", ClassifierConfig, MaskedConfig)
+ImageConfigT = TypeVar("ImageConfigT", ClassifierConfig, MaskedConfig, ContrastiveConfig)
 
 
 class ImageTask(Task[ImageConfigT]):
@@ -256,12 +260,34 @@ class ClassificationTask(ImageTask[ClassifierConfig]):
         )
 
 
-class MaskedTask(ImageTask[MaskedConfig]):
-    """A masked autoencoder."""
+class PretrainingTask(ImageTask[ImageConfigT]):
+    """Training of an encoder without labels."""
+
+    deploy_option = "--encoder"
+
+    def load_evaluated(self, source: Path, checkpoint: Checkpoint | None = None) -> tuple[nn.Module, ClassMap]:
+        model = self.build_model(0)
+        load_strict(model, read_state(source), str(source))
+        return model, ClassMap((), ())  # it has no classes
+
+    def deploy(self, checkpoint: Checkpoint, source: Path, target: Path) -> str:
+        """Write the better of raw and averaged weights of the encoder for timm's network, under its own names."""
+        whole: Any = build_and_load(lambda: self.build_model(0), checkpoint.weights, source)
+        kept = {name.removeprefix(ENCODER): x for name, x in checkpoint.weights.items() if name.startswith(ENCODER)}
+        encoder = build_and_load(lambda: cast("Any", self.build_model(0)).encoder, kept, source)
+        if not same_outputs(whole.encoder, encoder, random_images(self.config)):
+            raise InputError(f"{source}: the encoder alone gives other outputs, so nothing was written")
+        save_weights(target, kept)
+        return (
+            f"{len(kept)} tensors of the encoder load into the plain {self.config.model.name} without classes: {target}"
+        )
+
+
+class MaskedTask(PretrainingTask[MaskedConfig]):
+    """A masked autoencoder (He et al. 2022, arXiv 2111.06377)."""
 
     kind = "a masked autoencoder"
     page = MASKED_PAGE
-    deploy_option = "--encoder"
 
     def build_model(self, num_classes: int, *, pretrained: bool = False) -> MaskedAutoencoder:
         """Return the autoencoder; both arguments are ignored."""
@@ -280,11 +306,6 @@ class MaskedTask(ImageTask[MaskedConfig]):
         loop = val_loop(self.config, data or self.load_data(), device_of(self.config.device))
         return Evaluation(loop, ReconstructionEvaluator)
 
-    def load_evaluated(self, source: Path, checkpoint: Checkpoint | None = None) -> tuple[nn.Module, ClassMap]:
-        model = self.build_model(0)
-        load_strict(model, read_state(source), str(source))
-        return model, ClassMap((), ())  # it has no classes
-
     @torch.no_grad()
     def write_outputs(self, folder: RunFolder, evaluate: Evaluation[ReconstructionEvaluator], model: nn.Module) -> None:
         count = self.config.eval.pictures
@@ -301,30 +322,56 @@ class MaskedTask(ImageTask[MaskedConfig]):
             seen, guessed = shown(seen, transforms), shown(guessed, transforms)
             save_picture(folder.sheet, reconstruction_sheet(shown(images, transforms), seen, guessed))
 
-    def deploy(self, checkpoint: Checkpoint, source: Path, target: Path) -> str:
-        """Write the better of raw and averaged weights of the encoder for timm's network, under its own names."""
-        whole = build_and_load(lambda: self.build_model(0), checkpoint.weights, source)
-        kept = {name.removeprefix(ENCODER): x for name, x in checkpoint.weights.items() if name.startswith(ENCODER)}
-        encoder = build_and_load(lambda: self.build_model(0).encoder, kept, source)
-        if not same_outputs(whole.encoder, encoder, random_images(self.config)):
-            raise InputError(f"{source}: the encoder alone gives other outputs, so nothing was written")
-        save_weights(target, kept)
-        return (
-            f"{len(kept)} tensors of the encoder load into the plain {self.config.model.name} without classes: {target}"
-        )
+
+class ContrastiveTask(PretrainingTask[ContrastiveConfig]):
+    """Contrastive pre-training, MoCo v3 (Chen et al. 2021, arXiv 2104.02057)."""
+
+    kind = "contrastive pre-training"
+    batch_type = ViewPairs
+    page = CONTRASTIVE_PAGE
+
+    def build_model(self, num_classes: int, *, pretrained: bool = False) -> MomentumContrast:
+        """Return the network with its momentum encoder; both arguments are ignored."""
+        return build_contrastive(self.config)
+
+    def initialize(self, model: nn.Module, classes: ClassMap) -> None:
+        """Load ``init_from`` if it is set; a plain network becomes the encoder and the momentum encoder."""
+        if self.config.init_from:
+            weights = initial_weights(Path(self.config.init_from))
+            if not any(name.startswith("momentum_encoder.") for name in weights):
+                weights |= {f"momentum_{name}": x for name, x in weights.items() if name.startswith(ENCODER)}
+            logger.info(load_fitting(model, weights, self.config.init_from))
+
+    def check_model(self, model: nn.Module, data: ImageSplits) -> None:
+        if min(self.config.train.batch_size, len(data.train) // distributed.world_size()) < 2:
+            raise InputError(
+                "contrastive pre-training tells images of a batch apart: give train.batch_size=2 or more, and at "
+                "least two training images for each process"
+            )
+
+    def build_criterion(self, model: nn.Module, class_counts: Sequence[int] | None = None) -> Criterion:
+        loss = self.config.loss
+        return partial(momentum_contrast_loss, temperature=loss.temperature, loss_scale=loss.stream_scale)
+
+    def build_evaluation(self, class_map: ClassMap, folder: RunFolder, data: ImageSplits | None = None) -> Evaluate:
+        loop = val_loop(self.config, data or self.load_data(), device_of(self.config.device))
+        return Evaluation(loop, partial(ContrastiveEvaluator, self.config.loss.temperature))
+
+    def write_outputs(self, folder: RunFolder, evaluate: Evaluation[ContrastiveEvaluator], model: nn.Module) -> None:
+        """Write nothing: there are no predictions."""
 
 
 def initial_weights(path: Path) -> dict[str, Tensor]:
-    """Return the weights of a masked autoencoder, or of a plain network as those of the encoder, without positions."""
+    """Return the weights of a run of pre-training, or of a plain network as those of the encoder, without positions."""
     weights = read_state(checkpoint_of(path))
     if any(name.startswith(ENCODER) for name in weights):
         return weights
     if "pos_embed" in weights:
-        logger.info("init_from %s: pos_embed is ignored, a masked autoencoder has fixed sine positions", path)
+        logger.info("init_from %s: pos_embed is ignored, pre-training has fixed sine positions", path)
     return {ENCODER + name: value for name, value in weights.items() if name != "pos_embed"}
 
 
-def random_images(config: ClassifierConfig | MaskedConfig) -> Tensor:
+def random_images(config: ClassifierConfig | MaskedConfig | ContrastiveConfig) -> Tensor:
     """Return two random images of the size of the config, (2, 3, H, W) float32."""
     side = config.data.transforms.size
     return torch.randn(2, 3, side, side, generator=torch.Generator().manual_seed(0))
@@ -335,7 +382,7 @@ def pixels(data: LabelledImageSet, index: int) -> Tensor:
     return data[SampleKey(0, index)].pixels
 
 
-def shown(images: Tensor, transforms: ImageTransformConfig) -> Tensor:
+def shown(images: Tensor, transforms: PixelsConfig) -> Tensor:
     """Return normalised images (..., 3, H, W) as uint8."""
     mean, std = (torch.tensor(values)[:, None, None] for values in (transforms.mean, transforms.std))
     return ((images.cpu().float() * std + mean) * 255).round().clamp(0, 255).to(torch.uint8)

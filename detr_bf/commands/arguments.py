@@ -109,7 +109,7 @@ def _config_file(text: str) -> Path:
     return known[text]
 
 
-_TRAIN = """Train what a config describes: a detector, a classifier or a masked autoencoder.
+_TRAIN = """Train what a config describes: a detector, a classifier or its pre-training.
 
 detr-bf train detr_r50_bfv2 data.train.images=DIR data.train.annotations=FILE ...
 detr-bf train configs/demo.yaml mine.yaml train.epochs=12 output_dir=runs/mine

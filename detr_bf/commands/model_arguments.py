@@ -314,7 +314,7 @@ def convert_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
         dest="task",
         action="store_const",
         const="masked_autoencoding",
-        help="write the encoder of a masked autoencoder",
+        help="write the encoder of a masked autoencoder or of contrastive pre-training",
     )
     action.add_argument(
         "--strip-auxiliary",

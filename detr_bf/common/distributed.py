@@ -146,6 +146,25 @@ def all_reduce_mean(values: Tensor) -> Tensor:
     return all_reduce_sum(values) / world_size()
 
 
+def all_gather_rows(rows: Tensor) -> tuple[Tensor, int]:
+    """Return the rows (n, ...) of all ranks, by rank, without gradient, and the index of the first one of this rank.
+
+    Ranks may have different numbers of rows.
+    """
+    rows = rows.detach()
+    if world_size() == 1:
+        return rows, 0
+    own = torch.tensor([len(rows)])
+    lengths = [torch.empty_like(own) for _ in range(world_size())]
+    dist.all_gather(lengths, own)
+    counts = [int(length) for length in lengths]
+    padded = rows.new_zeros(max(counts), *rows.shape[1:])
+    padded[: len(rows)] = rows
+    gathered = [torch.empty_like(padded) for _ in counts]
+    dist.all_gather(gathered, padded)
+    return torch.cat([part[:count] for part, count in zip(gathered, counts, strict=True)]), sum(counts[: rank()])
+
+
 def broadcast_from_main(tensors: Iterable[Tensor]) -> None:
     """Overwrite each tensor in-place with that of the main rank."""
     if world_size() > 1:

@@ -12,7 +12,7 @@ from detr_bf.common.errors import InputError
 from detr_bf.common.files import check_weights, is_folder, read_safetensors, read_torch
 
 BEST, LAST = "best.pt", "last.pt"  # checkpoints in the folder of a run
-PLUGINS, ENCODER = "plugins", "encoder."  # in names: part of those of plug-ins, prefix in a masked autoencoder
+PLUGINS, ENCODER = "plugins", "encoder."  # in names: part of those of plug-ins, prefix of pre-trained encoders
 # Entries of a checkpoint that hold weights, averaged weights first
 WRAPPERS = ("ema.module", "ema", "model", "state_dict", "state_dict.model", "model.state_dict")
 
@@ -79,7 +79,7 @@ def without_plugins(state: Mapping[str, T]) -> dict[str, T]:
 
 
 def network_of(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the weights of a network for images; of a masked autoencoder only the encoder's."""
+    """Return the weights of a network for images; of pre-training only the encoder's."""
     if any(name.startswith(ENCODER) for name in weights):
         return {name.removeprefix(ENCODER): value for name, value in weights.items() if name.startswith(ENCODER)}
     return dict(weights)

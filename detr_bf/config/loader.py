@@ -35,6 +35,7 @@ SCHEMAS = {  # by task, module and class; the first one is the default, and the 
     "detection": ("detr_bf.config.detection", "DetectionConfig"),
     "classification": ("detr_bf.classification.config", "ClassifierConfig"),
     "masked_autoencoding": ("detr_bf.classification.masked_config", "MaskedConfig"),
+    "contrastive_learning": ("detr_bf.classification.contrastive_config", "ContrastiveConfig"),
     "segmentation": ("detr_bf.segmentation.config", "SegmentationConfig"),
 }
 _LONGEST = 2**18  # bytes of a config file

@@ -149,7 +149,7 @@ def image_parameter_groups(
     batch_former_lr_factor: float = 1.0,
     batch_former_weight_decay: float | None = None,
 ) -> list[dict[str, Any]]:
-    """Return up to four groups of the trainable parameters of a classifier or masked autoencoder.
+    """Return up to four groups of the trainable parameters of an image model.
 
     They are ``network`` and ``batch_former``, each with ``..._no_decay`` for vectors (biases, norms, scales) and for
     the parameters in the model's ``no_weight_decay()``, such as timm's position embeddings and class tokens.
@@ -200,7 +200,9 @@ def build_optimizer(
     nesterov: bool = False,
     betas: Sequence[float] = (0.9, 0.999),
 ) -> torch.optim.Optimizer:
-    """Build a fused ``adamw`` (Loshchilov & Hutter 2019, arXiv 1711.05101) or ``sgd``.
+    """Build a fused ``adamw`` (Loshchilov & Hutter 2019, arXiv 1711.05101) or ``sgd``, or ``lars``.
+
+    LARS (You et al. 2017, arXiv 1708.03888) is timm's, which adapts only the rates of groups with weight decay.
 
     Each group keeps its learning rate before the schedule as ``base_lr``.
 
@@ -210,10 +212,14 @@ def build_optimizer(
     with_base_lr = [{**group, "base_lr": group["lr"]} for group in groups]
     if name == "adamw":
         return torch.optim.AdamW(with_base_lr, betas=(betas[0], betas[1]), fused=True)
-    if name != "sgd":
-        raise InputError(f"optimizer.name must be adamw or sgd; got '{name}'")
+    if name not in ("lars", "sgd"):
+        raise InputError(f"optimizer.name must be adamw, lars or sgd; got '{name}'")
     if nesterov and momentum == 0:
         raise InputError("optimizer.nesterov=true needs optimizer.momentum greater than 0, such as 0.9")
+    if name == "lars":
+        from timm.optim.lars import Lars  # a rare setting
+
+        return Lars(with_base_lr, momentum=momentum, nesterov=nesterov)
     return torch.optim.SGD(with_base_lr, momentum=momentum, nesterov=nesterov, fused=True)
 
 
@@ -223,9 +229,9 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], sour
     Raises:
         InputError: the state belongs to other parameters or to another kind of optimizer, or is not finite.
     """
-    adamw, was_adamw = ("betas" in groups[0] for groups in (optimizer.param_groups, state["param_groups"]))
-    if adamw != was_adamw:
-        old, new = ("adamw" if kind else "sgd" for kind in (was_adamw, adamw))
+    new, old = (_kind(groups[0]) for groups in (optimizer.param_groups, state["param_groups"]))
+    adamw = new == "adamw"
+    if new != old:
         raise InputError(
             f"{source} was trained with {old} and optimizer.name is {new}: resume with optimizer.name={old}, or start "
             "a new run with init_from"
@@ -257,6 +263,11 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], sour
         for name, moment in moments.items():  # the fused step checks neither shapes nor layouts
             if isinstance(moment, torch.Tensor) and moment.shape == parameter.shape:
                 moments[name] = torch.empty_like(parameter).copy_(moment)
+
+
+def _kind(group: Mapping[str, Any]) -> str:
+    """Return the name of the optimizer that has such a group."""
+    return "adamw" if "betas" in group else "lars" if "trust_coeff" in group else "sgd"
 
 
 class RunSchedule(NamedTuple):

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from types import FrameType, TracebackType
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -59,6 +59,14 @@ class TrainingBatch(Protocol):
         """Return True if the tensors have their documented shapes and types, and labels are below ``num_classes``."""
 
 
+@runtime_checkable
+class ModelWithSteps(Protocol):
+    """A model that changes its own state once in an optimizer step, such as a momentum encoder."""
+
+    def begin_step(self, share: float) -> None:
+        """Begin an optimizer step; ``share`` of the run is done, from 0 to 1."""
+
+
 Criterion = Callable[[Any, Any], LossReport]  # (what the model returns, the targets of the batch)
 
 
@@ -86,6 +94,15 @@ class TrainingStep(nn.Module):
         for module in self.model.modules():
             if isinstance(module, InsertedBatchFormer):
                 module.begin_epoch(epoch)
+
+    def begin_step(self, share: float) -> None:
+        """Announce an optimizer step, before its first batch, to a model with a method ``begin_step``.
+
+        Args:
+            share: of the run that is done, from 0 to 1.
+        """
+        if isinstance(self.model, ModelWithSteps):
+            self.model.begin_step(share)
 
     def forward(self, batch: TrainingBatch) -> LossReport:
         """Return the losses of a batch, which may be on any device."""

@@ -264,6 +264,7 @@ class Trainer:
         """Run one optimizer step on the mean loss of ``batches``; skip it if the loss or gradient is not finite."""
         settings = self.settings
         start = self.recovery.begin_step()
+        self.step.begin_step(min(1.0, self.schedule_place / max(1, self.learning_rate.total_steps)))
         self.step.logs_attention = (self.progress.step + 1) % settings.log_every == 0
         for group in self.optimizer.param_groups:
             group["lr"] = group["base_lr"] * self.learning_rate(self.schedule_place)

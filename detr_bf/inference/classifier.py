@@ -83,12 +83,12 @@ def classifier_predictor(config: RunConfig, checkpoint: Checkpoint, source: Path
     """Return the trained classifier of a checkpoint.
 
     Raises:
-        InputError: the weights are another model's, or it is a masked autoencoder, which predicts no classes.
+        InputError: the weights are another model's, or it is of pre-training, which predicts no classes.
     """
     if not isinstance(config, ClassifierConfig):
         raise InputError(
-            f"{source} is of a masked autoencoder, which knows no classes: train a classifier with init_from={source}, "
-            "with model.linear_probe=true or without"
+            f"{source} is of {task_of(config).kind}, which knows no classes: train a classifier with "
+            f"init_from={source}, with model.linear_probe=true or without"
         )
     classes, device = checkpoint.classes, device_of(config.device)
     model = build_and_load(lambda: task_of(config).build_model(classes.num_classes), checkpoint.weights, source)

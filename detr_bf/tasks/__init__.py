@@ -25,6 +25,7 @@ TASKS = {  # name -> (module, class)
     "detection": ("detr_bf.tasks.detection", "DetectionTask"),
     "classification": ("detr_bf.classification.task", "ClassificationTask"),
     "masked_autoencoding": ("detr_bf.classification.task", "MaskedTask"),
+    "contrastive_learning": ("detr_bf.classification.task", "ContrastiveTask"),
     "segmentation": ("detr_bf.segmentation.task", "SegmentationTask"),
 }
 
@@ -66,7 +67,7 @@ def read_trained(
 
 
 def require_task(checkpoint: Checkpoint, name: str, source: Path) -> None:
-    """Refuse a checkpoint of another task.
+    """Refuse a checkpoint of another task, except one that the same option of ``detr-bf convert`` is for.
 
     Raises:
         InputError: naming the option of ``detr-bf convert`` for the task that the checkpoint is of.
@@ -74,6 +75,8 @@ def require_task(checkpoint: Checkpoint, name: str, source: Path) -> None:
     found = checkpoint.config.get("task", "detection")
     if isinstance(found, str) and found in TASKS and found != name:
         task, expected = task_class(found), task_class(name)
+        if task.deploy_option == expected.deploy_option:
+            return
         raise InputError(
             f"{source} is a checkpoint of {task.kind}, expected one of {expected.kind}: use {task.deploy_option}"
         )

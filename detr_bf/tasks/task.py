@@ -1,4 +1,4 @@
-"""Base class of tasks: what differs between detection, classification and masked autoencoding runs."""
+"""Base class of tasks: what differs between detection, classification and pre-training runs."""
 
 from __future__ import annotations
 

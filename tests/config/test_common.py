@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 
 from detr_bf.classification.config import ClassifierConfig
+from detr_bf.classification.contrastive_config import ContrastiveConfig
 from detr_bf.classification.masked_config import MaskedConfig
 from detr_bf.common.errors import InputError
 from detr_bf.config import DetectionConfig, load_config
 from detr_bf.config.common import ARGUMENTS, FRACTION, Rule
 from detr_bf.segmentation.config import SegmentationConfig
 
-SCHEMAS = (DetectionConfig, ClassifierConfig, MaskedConfig, SegmentationConfig)
+SCHEMAS = (DetectionConfig, ClassifierConfig, MaskedConfig, ContrastiveConfig, SegmentationConfig)
 
 
 def numeric(hint: Any) -> bool:

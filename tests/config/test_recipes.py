@@ -18,7 +18,7 @@ from torch import nn
 from detr_bf.assembly.data import augmented_epochs
 from detr_bf.assembly.model import build_classification
 from detr_bf.assembly.training import learning_rate
-from detr_bf.classification.assembly import build_classifier, build_masked_autoencoder
+from detr_bf.classification.assembly import build_classifier, build_contrastive, build_masked_autoencoder
 from detr_bf.common.errors import InputError
 from detr_bf.config import config_to_dict, known_keys, load_config, packaged_configs, packaged_experiments, schema_of
 from detr_bf.losses import MatchabilityAware
@@ -29,6 +29,7 @@ CONFIGS = ROOT / "configs"
 GUIDE = (ROOT / "docs" / "recipes.md").read_text()
 TASKS = {
     "classification": "classification",
+    "contrastive": "contrastive_learning",
     "experiments": "classification",
     "masked": "masked_autoencoding",
     "segmentation": "segmentation",
@@ -75,6 +76,8 @@ def rows() -> Iterator[Row]:
 ROWS = list(rows())
 CLASSIFIERS = [row for row in ROWS if row.path.startswith("classification/")]
 MASKED = [row for row in ROWS if row.path.startswith("masked/")]
+CONTRASTIVE = [row for row in ROWS if row.path.startswith("contrastive/")]
+PRETRAINED = MASKED + CONTRASTIVE
 
 
 @cache
@@ -128,7 +131,8 @@ def test_a_file_of_another_task_is_refused() -> None:
 def test_there_are_recipes_of_every_task() -> None:
     assert len(CLASSIFIERS) > 70
     assert len(MASKED) == 4
-    assert len(ROWS) - len(CLASSIFIERS) - len(MASKED) > 30
+    assert len(CONTRASTIVE) == 3
+    assert len(ROWS) - len(CLASSIFIERS) - len(PRETRAINED) > 30
 
 
 def test_no_two_recipes_share_a_name() -> None:
@@ -152,7 +156,7 @@ def test_every_recipe_is_a_row_of_the_guide() -> None:
 @pytest.mark.full
 def test_no_two_rows_of_the_guide_train_the_same() -> None:
     found = [repr({**config_to_dict(load(row.path, *row.settings)), "output_dir": ""}) for row in ROWS]
-    assert len(set(found)) == len(ROWS) == 286
+    assert len(set(found)) == len(ROWS) == 292
 
 
 def test_guide_and_recipe_give_the_same_number() -> None:
@@ -162,7 +166,7 @@ def test_guide_and_recipe_give_the_same_number() -> None:
 
 
 def test_pre_training_names_the_probe_that_has_its_number() -> None:
-    for row in MASKED:
+    for row in PRETRAINED:
         probe = re.search(r"configs/(classification/\S+_probe\.yaml)", comment(row.path))
         assert probe, row
         assert "Published: top-1" in comment(probe[1]), row
@@ -207,7 +211,16 @@ STATED: dict[str, Check] = {  # parts of labels, and the settings they imply
     r"\+ BatchFormerV2": lambda config, found: (
         former_of(config).enabled or bool(config.init_from and config.init_from.endswith("_bfv2/last.pt"))
     ),
-    r"\+ BatchFormer(?!V2)": lambda config, found: config.plugins.batchformer.enabled,
+    r"\+ BatchFormer(?!V2)": lambda config, found: (
+        config.batch_former.enabled
+        if config.task == "contrastive_learning"
+        else config.plugins.batchformer.enabled or bool(re.search("_bf(_trained)?/last.pt", config.init_from or ""))
+    ),
+    "BatchFormer, (frozen|trained)": lambda config, found: (
+        config.batch_former.frozen == (found[1] == "frozen")
+        if config.task == "contrastive_learning"
+        else config.init_from.endswith("_bf/last.pt" if found[1] == "frozen" else "_bf_trained/last.pt")
+    ),
     "RIDE": lambda config, found: config.model.experts == 3 and not config.plugins.batchformer.shared_classifier,
     r"\+ DiversePatch": lambda config, found: config.plugins.diverse_patch.enabled,
     r"\+ localization": lambda config, found: config.plugins.relative_localization.enabled,
@@ -439,11 +452,11 @@ def test_diverse_patch_has_the_lengths_of_its_paper() -> None:
 def test_a_linear_probe_starts_from_the_pre_training_of_its_row() -> None:
     for row in (row for row in CLASSIFIERS if "_probe" in row.path):
         probe = load(row.path, *row.settings)
-        (first,) = (other for other in MASKED if other.label.split(": ")[1] == row.label.split(": ")[1])
+        (first,) = (other for other in PRETRAINED if other.label.split(": ")[1] == row.label.split(": ")[1])
         before = load(first.path, *first.settings)
         assert probe.init_from == f"{before.output_dir}/last.pt", row
         assert probe.model.name == before.model.name, row
-        assert probe.model.linear_probe, row
+        assert probe.model.linear_probe != probe.model.frozen, row
 
 
 def test_a_second_stage_starts_from_the_last_checkpoint_of_a_recipe() -> None:
@@ -498,6 +511,17 @@ def test_every_masked_autoencoder_builds() -> None:
             model = build_masked_autoencoder(config)
         assert len(model.decoder.layers) == config.model.decoder_depth, row
         assert (model.decoder.batch_former is not None) == config.batch_former.enabled, row
+
+
+def test_contrastive_pre_training_builds_with_its_batchformer() -> None:
+    for row in CONTRASTIVE:
+        config = load(row.path, *row.settings)
+        with torch.device("meta"):
+            model = build_contrastive(config)
+        assert (model.batch_former is not None) == config.batch_former.enabled, row
+        trained = {name.split(".")[0] for name, value in model.named_parameters() if value.requires_grad}
+        former = {"batch_former"} if config.batch_former.enabled and not config.batch_former.frozen else set()
+        assert trained == {"encoder", "projector", "predictor"} | former, row
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from detr_bf.classification.config import ClassifierConfig
+from detr_bf.classification.contrastive_config import ContrastiveConfig
 from detr_bf.classification.masked_config import MaskedConfig
 from detr_bf.commands import COMMANDS
 from detr_bf.config import DetectionConfig, known_keys
@@ -29,7 +30,7 @@ KEY = re.compile(r"(?<![\w./-])([a-z_]+(?:\.[a-z0-9_]+)+)=")
 QUOTED_KEY = re.compile(
     r"`((?:model|batch_former|plugins|freeze|loss|data|optimizer|train|checkpoint|eval)\.[a-z0-9_.]+)[`=]"
 )
-TASKS = (DetectionConfig, ClassifierConfig, MaskedConfig, SegmentationConfig)
+TASKS = (DetectionConfig, ClassifierConfig, MaskedConfig, ContrastiveConfig, SegmentationConfig)
 
 
 @cache

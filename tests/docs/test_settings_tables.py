@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from detr_bf.classification.config import ClassifierConfig
+from detr_bf.classification.contrastive_config import ContrastiveConfig
 from detr_bf.classification.masked_config import MaskedConfig
 from detr_bf.common.files import write_json
 from detr_bf.common.structures import ClassMap, Detections
@@ -37,7 +38,9 @@ def tables() -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("schema", [DetectionConfig, ClassifierConfig, MaskedConfig, SegmentationConfig])
+@pytest.mark.parametrize(
+    "schema", [DetectionConfig, ClassifierConfig, MaskedConfig, ContrastiveConfig, SegmentationConfig]
+)
 def test_every_setting_has_a_row(tables: ModuleType, schema: type) -> None:
     described = list(described_settings(schema))
     found = [setting.key for setting in described]

@@ -230,18 +230,39 @@ def test_gradient_descent_as_a_loop() -> None:
     assert optimizer.param_groups[0]["base_lr"] == 0.1
 
 
+def test_lars_scales_the_steps_of_decayed_parameters() -> None:
+    """The rate of a parameter with weight decay is 0.001 |w| / (|g| + decay |w|) times the rate of SGD."""
+    values = [torch.tensor([[3.0, -1.0], [0.5, 2.0]]), torch.tensor([1.0, -2.0])]
+    parameters = [nn.Parameter(value.clone()) for value in values]
+    groups = [
+        {"params": [one], "lr": 0.5, "weight_decay": decay} for one, decay in zip(parameters, (0.01, 0.0), strict=True)
+    ]
+    optimizer, velocities = build_optimizer(groups, "lars", momentum=0.9), [torch.zeros(2, 2), torch.zeros(2)]
+    for step in range(3):
+        for at, (parameter, decay) in enumerate(zip(parameters, (0.01, 0.0), strict=True)):
+            gradient = torch.full_like(parameter, 0.1 * (step + 1))
+            parameter.grad = gradient.clone()
+            norm = values[at].norm()
+            ratio = 0.001 * norm / (gradient.norm() + decay * norm) if decay else 1.0
+            velocities[at] = 0.9 * velocities[at] + ratio * (gradient + decay * values[at])
+            values[at] = values[at] - 0.5 * velocities[at]
+        optimizer.step()
+    for parameter, value in zip(parameters, values, strict=True):
+        torch.testing.assert_close(parameter.detach(), value)
+
+
 def test_settings_reach_the_optimizer() -> None:
     groups = [{"params": [nn.Parameter(torch.zeros(2))], "lr": 0.1}]
     assert build_optimizer(groups, betas=[0.8, 0.95]).param_groups[0]["betas"] == (0.8, 0.95)
     assert build_optimizer(groups).param_groups[0]["betas"] == (0.9, 0.999)
     assert build_optimizer(groups, "sgd", momentum=0.0).param_groups[0]["momentum"] == 0
-    with pytest.raises(InputError, match="adamw or sgd; got 'lamb'"):
+    with pytest.raises(InputError, match="adamw, lars or sgd; got 'lamb'"):
         build_optimizer(groups, "lamb")
     with pytest.raises(InputError, match="momentum greater than 0"):
         build_optimizer(groups, "sgd", momentum=0.0, nesterov=True)
 
 
-@pytest.mark.parametrize(("old", "new"), [("adamw", "sgd"), ("sgd", "adamw")])
+@pytest.mark.parametrize(("old", "new"), [("adamw", "sgd"), ("sgd", "adamw"), ("lars", "sgd"), ("adamw", "lars")])
 def test_another_kind_of_optimizer_is_not_resumed(old: str, new: str) -> None:
     groups = [{"params": [nn.Parameter(torch.zeros(2))], "lr": 0.1}]
     state = build_optimizer(groups, old).state_dict()
@@ -269,7 +290,7 @@ def test_moments_that_would_spoil_the_next_step_are_refused(moment: Any, message
         load_optimizer(build_optimizer([{"params": [parameter], "lr": 0.1}], "adamw"), state, "last.pt")
 
 
-@pytest.mark.parametrize("name", ["adamw", "sgd"])
+@pytest.mark.parametrize("name", ["adamw", "sgd", "lars"])
 @pytest.mark.parametrize("before", [False, True])
 def test_moments_take_the_layout_of_their_parameter(before: bool, name: str) -> None:
     """A run may be resumed with another train.channels_last."""

@@ -37,7 +37,7 @@ def override(*settings: str, task: str = "detector") -> Build:
 
     def build(files: CaseFiles) -> Callable[[], int]:
         config = files.fixtures / f"{task}.yaml"
-        if task == "masked":
+        if task in ("masked", "contrastive"):
             from tools.train_net import main
 
             return lambda: main(["--config", str(config), "output_dir=run", *settings])
@@ -299,6 +299,7 @@ def out_of_range(schema: type[Any], task: str, known: set[str]) -> Iterator[Case
 def cases() -> Iterator[Case]:
     """Yield all cases of this module."""
     from detr_bf.classification.config import ClassifierConfig
+    from detr_bf.classification.contrastive_config import ContrastiveConfig
     from detr_bf.classification.masked_config import MaskedConfig
     from detr_bf.config import DetectionConfig
 
@@ -343,7 +344,13 @@ def cases() -> Iterator[Case]:
             says=(SAID.get(f"classifier: {name}", _part(key)),),
         )
     known = {"seed"}
-    for schema, task in ((DetectionConfig, "detector"), (ClassifierConfig, "classifier"), (MaskedConfig, "masked")):
+    schemas = {
+        "detector": DetectionConfig,
+        "classifier": ClassifierConfig,
+        "masked": MaskedConfig,
+        "contrastive": ContrastiveConfig,
+    }
+    for task, schema in schemas.items():
         yield from out_of_range(schema, task, known)
     yield Case("settings", "seed is negative", override("seed=-1"), says=("seed",))
     says = ("data.transforms.square", "not a multiple of")

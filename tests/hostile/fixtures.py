@@ -49,6 +49,13 @@ model:
   options: {patch_size: 8, embed_dim: 8, depth: 1, num_heads: 1}
 batch_former: {enabled: false}
 """
+CONTRASTIVE = """task: contrastive_learning
+model:
+  hidden: 8
+  dim: 4
+  name: vit_tiny_patch16_224
+  options: {patch_size: 8, embed_dim: 8, depth: 1, num_heads: 1}
+"""
 IMAGE_REST = f"""
   transforms: {TRANSFORMS}
   workers: 0
@@ -148,7 +155,7 @@ def image_folder(root: Path) -> str:
 
 
 def make_fixtures(folder: Path) -> None:
-    """Write data, configs and runs: ``detector``, ``masks`` (panoptic), ``classifier``, ``masked``, ``capture.pt``."""
+    """Write data, configs and runs: ``detector``, ``masks`` (panoptic), ``capture.pt`` and one of each image task."""
     from tools.train_net import main as train
 
     write_split(folder / "train", coco())
@@ -163,6 +170,9 @@ def make_fixtures(folder: Path) -> None:
         "masks": masks.replace("  heads: 2\n", "  heads: 2\n  masks: true\n", 1),
         "classifier": classifier_config(data, folder / "classifier"),
         "masked": classifier_config(data, folder / "masked", MASKED),
+        "contrastive": classifier_config(data, folder / "contrastive", CONTRASTIVE)
+        .replace(TRANSFORMS, "{size: 16}")
+        .replace(", pictures: 2", ""),
     }
     for name, text in configs.items():
         (folder / f"{name}.yaml").write_text(text)

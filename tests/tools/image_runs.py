@@ -1,10 +1,10 @@
-"""Configs of tiny classifiers and masked autoencoders on scikit-learn's digits, for tests of every tool."""
+"""Configs of tiny classifiers and of their pre-training on scikit-learn's digits, for tests of every tool."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from tests.tools.test_train_classifier import TINY
+from tests.tools.test_train_classifier import TINY, TRANSFORMS
 
 
 def classifier_config(folder: Path) -> Path:
@@ -22,4 +22,15 @@ def masked_config(folder: Path) -> Path:
         "task: classification", "task: masked_autoencoding"
     )
     path.write_text(f"{text}output_dir: {folder / 'mae'}\n")
+    return path
+
+
+def contrastive_config(folder: Path) -> Path:
+    """Write the config of contrastive pre-training of a tiny ViT; its run is ``folder / "moco"``."""
+    text = TINY.replace(TRANSFORMS, "{size: 16}").replace("pictures: 4", "").replace(", }", "}")
+    text = text.replace("  name: vit", "  hidden: 32\n  dim: 8\n  name: vit").replace("lr: 0.001", "lr: 0.3")
+    path = folder / "contrastive.yaml"
+    path.write_text(
+        text.replace("task: classification", "task: contrastive_learning") + f"output_dir: {folder / 'moco'}\n"
+    )
     return path

@@ -26,7 +26,7 @@ from detr_bf.config import DetectionConfig, load_config
 from detr_bf.report import Augmented, augmented_sheet
 from detr_bf.tasks import augmented, detection
 from detr_bf.tasks.augmented import _versions, sheet_path
-from tests.tools.image_runs import classifier_config, masked_config
+from tests.tools.image_runs import classifier_config, contrastive_config, masked_config
 from tests.tools.test_train_net import tool
 
 run_tool: Callable[[Sequence[str]], int] = tool("check_data").main
@@ -44,7 +44,7 @@ def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "images"
 
 
-@pytest.mark.parametrize("make_config", [classifier_config, masked_config])
+@pytest.mark.parametrize("make_config", [classifier_config, masked_config, contrastive_config])
 def test_the_task_is_that_of_the_file(
     make_config: Callable[[Path], Path], folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

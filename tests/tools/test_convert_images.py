@@ -19,7 +19,7 @@ from detr_bf.config import config_to_dict, load_config
 from detr_bf.engine import Checkpoint, load_checkpoint
 from detr_bf.tasks import read_trained, task_of
 from tests.checkpoints import training
-from tests.tools.image_runs import classifier_config, masked_config
+from tests.tools.image_runs import classifier_config, contrastive_config, masked_config
 from tests.tools.test_train_classifier import CNN, VARIANTS, VIT
 from tests.tools.test_train_net import assert_same, tool
 from tools.train_net import main as train_net
@@ -129,6 +129,7 @@ def refusals() -> Iterator[tuple[str, tuple[str, ...], list[str], str]]:
     yield "masked", (), ["--to", "hf_detr"], "of a masked autoencoder, expected one of a detector: use --encoder"
     yield "masked", (), ["--strip-batchformer"], "of a masked autoencoder, expected one of a detector: use --encoder"
     yield "masked", (), ["--strip-plugins"], "of a masked autoencoder, expected one of a classifier: use --encoder"
+    yield "contrastive", (), ["--strip-plugins"], "of contrastive pre-training, expected one of a classifier: use --enc"
 
 
 @pytest.mark.parametrize(("kind", "settings", "options", "said"), list(refusals()))
@@ -140,7 +141,8 @@ def test_what_cannot_be_written_so(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    config = classifier_config(tmp_path) if kind == "classifier" else masked_config(tmp_path)
+    write = {"classifier": classifier_config, "masked": masked_config, "contrastive": contrastive_config}[kind]
+    config = write(tmp_path)
     assert convert(saved(config, *settings), tmp_path / "out.pth", *options) == 2
     printed = capsys.readouterr()
     assert printed.err.startswith("error: ")

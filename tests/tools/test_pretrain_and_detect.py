@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from detr_bf.engine import load_checkpoint
-from tests.tools.image_runs import classifier_config, masked_config
+from tests.tools.image_runs import classifier_config, contrastive_config, masked_config
 from tools.train_net import main as train_net
 
 BACKBONE = (
@@ -25,6 +25,7 @@ WITHOUT_A_CHANGE = ("optimizer.lr=0", "optimizer.backbone_lr=0", "train.max_step
     [
         (classifier_config, "run", "", "plugins.context_broadcasting.enabled=true"),
         (masked_config, "mae", "encoder.", "batch_former.enabled=true"),
+        (contrastive_config, "moco", "encoder.", "batch_former={enabled: true, heads: 2}"),
     ],
 )
 def test_a_run_becomes_a_backbone(

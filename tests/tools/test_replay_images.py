@@ -15,7 +15,7 @@ from detr_bf.engine import RunFolder
 from detr_bf.engine.checkpoint import rng_state
 from detr_bf.engine.recovery import Capture, Fault, capture_step, load_capture
 from detr_bf.tasks import task_of
-from tests.tools.image_runs import classifier_config, masked_config
+from tests.tools.image_runs import classifier_config, contrastive_config, masked_config
 from tests.tools.test_train_classifier import BALANCED, VARIANTS
 from tests.tools.test_train_net import assert_same, tool
 from tools.train_net import main as train_net
@@ -76,13 +76,15 @@ def test_what_a_masked_autoencoder_captures_is_reproduced(tmp_path: Path, capsys
     check_reproduced(tmp_path / "mae" / "captures", capsys.readouterr().err, capsys)
 
 
-@pytest.mark.parametrize("name", ["masked", *VARIANTS])
+@pytest.mark.parametrize("name", ["masked", "contrastive", *VARIANTS])
 def test_the_step_is_that_of_the_run_to_the_last_digit(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The replay includes dropout, masks, pairs of patches, class counts and the weight of the epoch."""
     if name == "masked":
         capture = captured(masked_config(tmp_path), "batch_former.enabled=true")
+    elif name == "contrastive":
+        capture = captured(contrastive_config(tmp_path), "batch_former.enabled=true")
     else:
         capture = captured(classifier_config(tmp_path), "model.dropout=0.3", *VARIANTS[name])
     assert replay(tmp_path, capture) == 3
