@@ -140,10 +140,10 @@ def read_image_splits(config: ImageConfig) -> LabelledSplits:
 
 def _read(config: ImageConfig) -> LabelledSplits:
     data = config.data
-    evaluated: dict[str, Any] = {}
+    options: dict[str, Any] = {"labelled": False}
     if isinstance(config, ClassifierConfig):
-        evaluated = {"val_subset": config.data.val_subset, "val_labels": config.data.val_labels}
-    return read_splits(data.name, data.root, data.train, data.val, data.max_pixels, **evaluated)
+        options = {"val_subset": config.data.val_subset, "val_labels": config.data.val_labels}
+    return read_splits(data.name, data.root, data.train, data.val, data.max_pixels, **options)
 
 
 def build_image_train_transform(transforms: ImageTransformConfig) -> TrainTransform:

@@ -55,6 +55,7 @@ def read_splits(
     *,
     val_subset: bool = False,
     val_labels: str = "",
+    labelled: bool = True,
 ) -> LabelledSplits:
     """Return both splits of a data set.
 
@@ -66,6 +67,7 @@ def read_splits(
         max_pixels: most pixels of an image file.
         val_subset: accept a validation folder without some of the classes.
         val_labels: JSON file with the labels of the validation images, see :func:`with_label_sets`; empty: none.
+        labelled: False accepts folders of images without a folder for each class (``image_folder``).
 
     Raises:
         InputError: the name is unknown, or the data cannot be read or fetched.
@@ -77,7 +79,7 @@ def read_splits(
     elif not root:
         raise InputError(f"data.root is not set: data.name={name} needs data.root=FOLDER, the folder of the images")
     elif name == "image_folder":
-        found = image_folder(root, train, val, max_pixels, val_subset)
+        found = image_folder(root, train, val, max_pixels, val_subset, labelled)
     else:
         found = image_list(root, train, val, max_pixels)
     if not val_labels:
@@ -156,18 +158,24 @@ def fetching(folder: Path) -> Iterator[None]:
 
 
 def image_folder(
-    root: str, train: str = "train", val: str = "val", max_pixels: int = MAX_PIXELS, val_subset: bool = False
+    root: str,
+    train: str = "train",
+    val: str = "val",
+    max_pixels: int = MAX_PIXELS,
+    val_subset: bool = False,
+    labelled: bool = True,
 ) -> LabelledSplits:
     """Read ``root/train/CLASS/...`` and ``root/val/CLASS/...``; the classes are the sorted folder names of train.
 
-    Images may be in subfolders of a class. Only files with an image extension are used.
+    Images may be in subfolders of a class. Only files with an image extension are used. With ``labelled=False``, two
+    folders without folders in them are read too, as images of one class.
 
     Raises:
         InputError: a folder is missing or has no classes or no images, or val has other classes than train; with
             ``val_subset`` it may lack some.
     """
     folders = [Path(root) / name for name in (train, val)]
-    names, others = _class_names(folders[0]), _class_names(folders[1])
+    names, others = (_class_names(folder, labelled) for folder in folders)
     if names != others and not (val_subset and set(others) < set(names)):
         only_val, only_train = sorted(set(others) - set(names)), sorted(set(names) - set(others))
         first, second = (listed(classes, _NAMED) or "none" for classes in (only_val, only_train))
@@ -181,13 +189,16 @@ def image_folder(
     return LabelledSplits(train_split, val_split, class_map_of(names))
 
 
-def _class_names(folder: Path) -> list[str]:
+def _class_names(folder: Path, labelled: bool) -> list[str]:
+    """Return the names of the folders in ``folder``; ``.`` if there are none and images need no labels."""
     if not is_folder(folder):
         raise InputError(
             f"there is no folder {printable(folder)}: data.name=image_folder needs data.root/data.train/CLASS/ and "
             "data.root/data.val/CLASS/ with the images"
         )
     names = sorted(path.name for path in folder.iterdir() if is_folder(path) and not path.name.startswith("."))
+    if not names and not labelled:
+        return [os.curdir]
     if not names:
         raise InputError(f"{printable(folder)} has no folders in it: expected one for each class, with its images")
     return names

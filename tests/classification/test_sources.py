@@ -52,6 +52,18 @@ def test_a_folder_for_each_class(tmp_path: Path) -> None:
     assert (chosen.images.names, chosen.labels.tolist()) == (["b/2.png", "a/1.png"], [1, 0])
 
 
+def test_images_without_labels_need_no_folders(tmp_path: Path) -> None:
+    class_folders(tmp_path, ["2.png", "1.png"], ["3.png"])
+    splits = read_splits("image_folder", str(tmp_path), "train", "val", labelled=False)
+    assert isinstance(splits.train.images, FileImages)
+    assert splits.train.images.names == ["1.png", "2.png"]
+    assert splits.train.images.read(0)[:, 0, 0].tolist() == [1, 10, 20]
+    assert (len(splits.class_map.names), splits.val.labels.tolist()) == (1, [0])
+    class_folders(tmp_path, [], ["deep/4.png"])
+    with pytest.raises(InputError, match="must be those of"):
+        read_splits("image_folder", str(tmp_path), "train", "val", labelled=False)
+
+
 def test_validation_classes_must_be_those_of_training(tmp_path: Path) -> None:
     class_folders(tmp_path, ["a/1.png", "b/1.png"], ["a/1.png", "c/1.png"])
     with pytest.raises(InputError, match=r"must be those of .*train, but c are only in the first and b only in the"):

@@ -81,13 +81,13 @@ def test_a_batch_of_one_image_is_refused(tmp_path: Path, capsys: pytest.CaptureF
     assert "give train.batch_size=2 or more" in capsys.readouterr().err
 
 
-def test_images_in_a_single_folder_need_no_labels(tmp_path: Path) -> None:
+def test_images_need_no_folders_of_classes(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     for split, count in (("train", 6), ("val", 3)):
-        (tmp_path / "images" / split / "any").mkdir(parents=True)
+        (tmp_path / "images" / split).mkdir(parents=True)
         for at in range(count):
             pixels = torch.randint(256, (3, 20, 24), dtype=torch.uint8, generator=generator)
-            to_pil_image(pixels).save(tmp_path / "images" / split / "any" / f"{at}.png")
+            to_pil_image(pixels).save(tmp_path / "images" / split / f"{at}.png")
     data = ["data.name=image_folder", f"data.root={tmp_path / 'images'}", "data.per_class=null"]
     command = ["--config", str(contrastive_config(tmp_path)), *data, "train.batch_size=3", "train.epochs=1"]
     assert train_net(command) == 0
