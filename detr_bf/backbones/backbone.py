@@ -76,7 +76,6 @@ class VitOptions:
         windows: with ``maps``, the number of windows per side of an image.
         class_token: with ``maps``, keep the class and register tokens; false: patches alone (LW-DETR).
         antialias: interpolate the learned positions with antialiasing (DINOv2, RF-DETR).
-        drop_path: rate of stochastic depth of the last block; it rises linearly from 0 at the first one.
         options: further arguments of ``timm.create_model``, such as ``patch_size``.
     """
 
@@ -86,7 +85,6 @@ class VitOptions:
     windows: int = 1
     class_token: bool = True
     antialias: bool = False
-    drop_path: float = 0.0
     options: Mapping[str, Any] = field(default_factory=dict)
 
 

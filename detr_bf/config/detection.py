@@ -53,7 +53,6 @@ class VitConfig:
     windows: int = positive(1, 64)  # with maps: windows per side of an image; global_blocks then has no default
     class_token: bool = True  # with maps: keep the class and register tokens; false: patches alone (LW-DETR)
     antialias: bool = False  # interpolate the learned positions with antialiasing (DINOv2, RF-DETR)
-    drop_path: float = below_one(0.0)  # stochastic depth of the last block; it rises from 0 at the first
     options: dict[str, Any] = arguments()  # further arguments of timm.create_model, as model.options of a classifier
 
 
@@ -67,6 +66,7 @@ class BackboneConfig:
     dilation: bool = False  # last ResNet stage dilated, with stride 16 (DC5); requires strides: [16]
     frozen_stages: int = not_negative(2, LAYERS)  # stages without gradients; 0: none, 2: stem and first stage
     frozen_norm: bool = True  # batch norm with fixed statistics and affine parameters
+    drop_path: float = below_one(0.0)  # timm:NAME: stochastic depth of the last block; it rises from 0 at the first
     reference: str = choice("none", "stack", "difference")  # with data.reference; stack: as three more channels
     vit: VitConfig = field(default_factory=VitConfig)
 

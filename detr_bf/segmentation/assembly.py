@@ -52,6 +52,7 @@ def build_segmenter(config: SegmentationConfig, num_classes: int, *, pretrained:
             dilation=model.backbone.dilation,
             frozen_stages=model.backbone.frozen_stages,
             frozen_norm=model.backbone.frozen_norm,
+            drop_path=model.backbone.drop_path,
             vit=VitOptions(**vars(model.backbone.vit)),
         )
     if context.enabled:
@@ -70,6 +71,8 @@ def build_segmenter(config: SegmentationConfig, num_classes: int, *, pretrained:
             bins=model.bins,
             dropout=model.dropout,
             auxiliary_channels=model.auxiliary_channels if model.auxiliary_weight else 0,
+            scales=config.eval.scales,
+            flip=config.eval.flip,
         )
     )
 

@@ -130,7 +130,13 @@ class SegmentationEvalConfig:
     """Evaluation of semantic maps, at the size of the map of each image."""
 
     batch_size: int = positive(1)  # images of one size per batch of one process
+    scales: list[float] = numbers(1.0)  # factors of the size of the images; the probabilities are averaged
+    flip: bool = False  # average those of the mirrored images too
     pictures: int = not_negative(12, 100)  # images on the validation sheet
+
+    def check_values(self, prefix: str) -> None:
+        if not self.scales or not all(0.01 <= scale <= 100 for scale in self.scales):
+            raise InputError(f"{prefix}scales must be one or more factors from 0.01 to 100, got {self.scales}")
 
 
 @dataclass

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torchvision.transforms.v2.functional import resize_image, resize_mask
 
 from detr_bf.backbones import Backbone
 from detr_bf.common.structures import Batch
@@ -118,6 +119,9 @@ class Segmenter(nn.Module):
 
     Args:
         auxiliary_channels: of the second head; 0: there is none.
+        scales: in evaluation, factors of the size of the images, whose probabilities are averaged (Xiao et al. 2018,
+            section 4.2).
+        flip: in evaluation, average the probabilities of the mirrored images too.
     """
 
     def __init__(
@@ -129,8 +133,11 @@ class Segmenter(nn.Module):
         bins: Sequence[int],
         dropout: float,
         auxiliary_channels: int = 0,
+        scales: Sequence[float] = (1.0,),
+        flip: bool = False,
     ) -> None:
         super().__init__()
+        self.scales, self.flip = tuple(scales), flip
         self.backbone = backbone
         self.head = UperHead(backbone.channels, channels, num_classes, bins=bins, dropout=dropout)
         self.auxiliary: nn.Module | None = None
@@ -141,10 +148,28 @@ class Segmenter(nn.Module):
             )
 
     def forward(self, batch: Batch) -> SegmentationOutputs:
-        """Return the logits of the images of a batch."""
+        """Return the logits of the images of a batch; logarithms of probabilities if these are averages, (B, K, H, W)."""
+        if not self.training and (self.flip or self.scales != (1.0,)):
+            return self._averaged(batch)
         features = [level.tensor for level in self.backbone(batch.images, batch.padding_mask)]
         height, width = batch.images.shape[-2:]
         second = None
         if self.training and self.auxiliary is not None:
             second = self.auxiliary(features[max(len(features) - 2, 0)])
         return SegmentationOutputs(self.head(features), (height, width), second)
+
+    def _averaged(self, batch: Batch) -> SegmentationOutputs:
+        """Return the logarithms of the mean probabilities over the scales and flips."""
+        size = (batch.images.shape[-2], batch.images.shape[-1])
+        found = []
+        for scale in self.scales:
+            scaled = [max(1, round(scale * side)) for side in size]
+            images = resize_image(batch.images, scaled, antialias=True)
+            padding = resize_mask(batch.padding_mask, scaled)
+            for mirror in (False, True) if self.flip else (False,):
+                pixels, mask = (x.flip(-1) if mirror else x for x in (images, padding))
+                logits = self.head([level.tensor for level in self.backbone(pixels, mask)])
+                probabilities = interpolated(logits.float(), size).softmax(1)
+                found.append(probabilities.flip(-1) if mirror else probabilities)
+        mean = torch.stack(found).mean(0)
+        return SegmentationOutputs(mean.clamp(min=torch.finfo(mean.dtype).tiny).log(), size)

@@ -10,6 +10,7 @@ import timm
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
+from timm.layers import DropPath
 from torchvision.models import swin_t
 
 from detr_bf.backbones import Backbone, build_backbone, timm_backbone
@@ -180,3 +181,22 @@ def test_a_failed_download_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> N
         "weights=/path/to/",
     ):
         assert word in str(error.value)
+
+
+def test_stochastic_depth_of_a_swin_transformer_rises_to_the_last_block() -> None:
+    backbone = build("timm:swin_tiny_patch4_window7_224", strides=[4, 32], drop_path=0.22)
+    rates = [module.drop_prob for module in backbone.modules() if isinstance(module, DropPath)]
+    assert rates[::2] == rates[1::2], "attention and MLP"
+    assert rates[::2] == pytest.approx([0.02 * block for block in range(1, 12)])  # none in the first block
+    pixels, none = torch.zeros(2, 3, 64, 64, dtype=torch.uint8), torch.zeros(2, 64, 64, dtype=torch.bool)
+    torch.manual_seed(0)
+    first, second = backbone.train()(pixels, none)[-1].tensor
+    assert not torch.allclose(first, second), "images drop blocks of their own"
+    first, second = backbone.eval()(pixels, none)[-1].tensor
+    torch.testing.assert_close(first, second)
+
+
+@pytest.mark.parametrize("name", ["resnet18", "hgnetv2_b0", "timm:vgg11"])
+def test_networks_without_stochastic_depth_are_refused(name: str) -> None:
+    with pytest.raises(InputError, match=r"drop_path=0\.1: .*no stochastic depth"):
+        build(name, strides=[8], drop_path=0.1)

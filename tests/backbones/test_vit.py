@@ -272,6 +272,6 @@ def test_published_weights_of_another_depth_are_no_failed_download(
 
 
 def test_stochastic_depth_rises_to_the_last_block() -> None:
-    backbone = build(vit={"drop_path": 0.3})
+    backbone = build(drop_path=0.3)
     rates = [getattr(block.drop_path1, "drop_prob", 0.0) for block in backbone.body.vit.blocks]
     assert rates == pytest.approx([0.0, 0.1, 0.2, 0.3])

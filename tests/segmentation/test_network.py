@@ -7,7 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torchvision.transforms.v2.functional import resize
 
 from detr_bf.common.errors import InputError
 from detr_bf.common.structures import Batch
@@ -136,3 +138,36 @@ def test_the_backbone_may_have_its_own_learning_rate_and_positions_do_not_decay(
     spared = {names[id(each)] for each in groups["backbone_no_decay"]["params"]}
     assert any(name.endswith("pos_embed") for name in spared)
     assert groups["backbone_no_decay"]["weight_decay"] == 0
+
+
+def test_probabilities_of_scales_and_flips_are_averaged() -> None:
+    model = build("eval.scales=[1.0, 0.75]", "eval.flip=true").eval()
+    plain = build().eval()
+    plain.load_state_dict(model.state_dict())
+    batch, expected = images(), torch.zeros(2, 3, 64, 96)
+    with torch.no_grad():
+        for size in ([64, 96], [48, 72]):
+            pixels = resize(batch.images, size, antialias=True)
+            for turn in (False, True):
+                seen = pixels.flip(-1) if turn else pixels
+                logits = plain(Batch(seen, torch.zeros(2, *size, dtype=torch.bool))).logits
+                share = F.interpolate(logits, (64, 96), mode="bilinear", align_corners=False).softmax(1)
+                expected += (share.flip(-1) if turn else share) / 4
+        outputs = model(batch)
+    assert outputs.size == (64, 96)
+    torch.testing.assert_close(outputs.logits.exp(), expected)
+    assert torch.equal(outputs.labels(1, (64, 96), (64, 96)), expected[1].argmax(0).to(torch.uint8))
+    assert model.train()(batch).logits.shape == (2, 3, 16, 24), "training sees one scale"
+
+
+def test_a_class_without_probability_does_not_hide_the_others() -> None:
+    model = build("eval.flip=true").eval()
+    model.head.classify[1].bias.data = torch.tensor([0.0, 500.0, -500.0])
+    with torch.no_grad():
+        assert bool((model(images()).labels(0, (64, 96), (64, 96)) == 1).all())
+
+
+@pytest.mark.parametrize("scales", ["[]", "[0.0]", "[1.0, .inf]"])
+def test_scales_of_the_evaluation_are_factors(scales: str) -> None:
+    with pytest.raises(InputError, match=r"eval\.scales must be"):
+        build(f"eval.scales={scales}")
