@@ -56,7 +56,8 @@ def build_backbone(
         vit: settings of a plain vision transformer.
 
     Raises:
-        InputError: an unknown name, stride, stage or file, a rate for a network without stochastic depth, weights of another network, or a failed download.
+        InputError: an unknown name, stride, stage or file, ``drop_path`` for a network without stochastic depth,
+            weights of another network, or a failed download.
     """
     network = _build_network(
         name, weights=weights, strides=strides, dilation=dilation, finer=finer, drop_path=drop_path, vit=vit

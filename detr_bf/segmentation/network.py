@@ -148,7 +148,7 @@ class Segmenter(nn.Module):
             )
 
     def forward(self, batch: Batch) -> SegmentationOutputs:
-        """Return the logits of the images of a batch; logarithms of probabilities if these are averages, (B, K, H, W)."""
+        """Return the logits of the images of a batch, or logarithms of the mean probabilities of several scales."""
         if not self.training and (self.flip or self.scales != (1.0,)):
             return self._averaged(batch)
         features = [level.tensor for level in self.backbone(batch.images, batch.padding_mask)]

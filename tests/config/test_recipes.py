@@ -156,7 +156,7 @@ def test_every_recipe_is_a_row_of_the_guide() -> None:
 @pytest.mark.full
 def test_no_two_rows_of_the_guide_train_the_same() -> None:
     found = [repr({**config_to_dict(load(row.path, *row.settings)), "output_dir": ""}) for row in ROWS]
-    assert len(set(found)) == len(ROWS) == 292
+    assert len(set(found)) == len(ROWS) == 296
 
 
 def test_guide_and_recipe_give_the_same_number() -> None:
@@ -569,7 +569,7 @@ def test_segmentation_networks_build_and_are_as_large_as_stated(command: str) ->
 
 def test_segmentation_rows_have_the_steps_and_the_backbone_that_they_state() -> None:
     rows = [row for row in ROWS if row.path.startswith("segmentation/")]
-    assert len(rows) == 26
+    assert len(rows) == 30
     network = ""
     for row in rows:
         config, label = load(row.path, *row.settings), row.label.partition(": ")[2]
