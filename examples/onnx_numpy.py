@@ -71,7 +71,7 @@ values = session.run(None, {each.name: feeds[each.name] for each in session.get_
 found, draw = dict(zip((each.name for each in session.get_outputs()), values, strict=True)), ImageDraw.Draw(image)
 scores, labels, boxes = detections(found, meta["scores"] == "softmax", meta["max_detections"])
 if meta["nms"] is not None:
-    kept = without_duplicates(scores, labels, boxes, meta["nms"])
+    kept = without_duplicates(scores, labels * (not meta["nms_across_classes"]), boxes, meta["nms"])
     scores, labels, boxes = scores[kept], labels[kept], boxes[kept]
 for score, label, box in zip(scores, labels, boxes * [*image.size, *image.size], strict=True):
     if score >= meta["threshold"]:

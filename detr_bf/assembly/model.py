@@ -284,6 +284,7 @@ def build_postprocess(config: DetectionConfig) -> Postprocess:
         settings.max_detections,
         settings.mask_threshold,
         settings.nms,
+        settings.nms_across_classes,
         clamp=not detector_named(config.model.name).bounded,
     )
 

@@ -419,11 +419,16 @@ class EvalConfig:
     engine: str = choice("auto", "pycocotools", "hotcoco")  # library that computes AP; auto: hotcoco if installed
     max_detections: int = positive(100, 100_000)  # detections per image
     nms: float | None = fraction(None)  # largest IoU of two detections of a class; null: DETR's, no suppression
+    nms_across_classes: bool = False  # nms compares detections of different classes too
     mask_threshold: float = fraction(0.5)  # minimum probability of a pixel of a mask
     loss: bool = True  # also the training loss of the validation images, without groups and noised objects
     panoptic: PanopticConfig = field(default_factory=PanopticConfig)
     picture_threshold: float | None = fraction(None)  # minimum score of drawn boxes; null: that with the highest F1
     pictures: int = not_negative(12, 1000)  # images on the validation sheet
+
+    def check_values(self, prefix: str) -> None:
+        if self.nms_across_classes and self.nms is None:
+            raise InputError(f"{prefix}nms_across_classes=true needs {prefix}nms, the largest IoU, such as 0.7")
 
 
 @dataclass

@@ -58,6 +58,7 @@ def add_detr_bf_config(cfg: CfgNode) -> None:
     node.PANOPTIC = CfgNode({"ENABLED": False, **_node(defaults.eval.panoptic)})
     node.MASK_THRESHOLD = defaults.eval.mask_threshold
     node.NMS = defaults.eval.nms
+    node.NMS_ACROSS_CLASSES = defaults.eval.nms_across_classes
     node.RECOMPUTE_ENCODER = defaults.train.recompute_encoder
     cfg.MODEL.DETR_BF = node
     cfg.SOLVER.OPTIMIZER = "ADAMW"
@@ -84,6 +85,7 @@ def core_config(cfg: CfgNode) -> DetectionConfig:
         "panoptic": panoptic,
         "mask_threshold": tree.pop("mask_threshold"),
         "nms": tree.pop("nms"),
+        "nms_across_classes": tree.pop("nms_across_classes"),
         "max_detections": cfg.TEST.DETECTIONS_PER_IMAGE,
     }
     train = {"recompute_encoder": tree.pop("recompute_encoder")}

@@ -252,7 +252,8 @@ def recipe(name: str, *, num_classes: int = 80) -> DictConfig:
         InputError: there is no such recipe or file.
     """
     settings = asdict(load_config(name, task="detection") if name.endswith(".yaml") else recipe_config(name))
-    evaluation = {key: settings["eval"][key] for key in ("max_detections", "mask_threshold", "nms", "panoptic")}
+    keys = ("max_detections", "mask_threshold", "nms", "nms_across_classes", "panoptic")
+    evaluation = {key: settings["eval"][key] for key in keys}
     return LazyCall(build_detr_bf)(
         num_classes=num_classes,
         **{group: settings[group] for group in ("model", "loss", "batch_former", "plugins", "freeze")},

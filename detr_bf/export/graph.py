@@ -429,6 +429,7 @@ def file_metadata(exported: Exported, form: ExportSignature, license: str | None
         "max_detections": exported.postprocess.max_detections,
         "mask_threshold": exported.postprocess.mask_threshold,
         "nms": exported.postprocess.nms,
+        "nms_across_classes": exported.postprocess.nms_across_classes,
         "resize": resize,
         "grey_bits": data.get("grey_bits"),
         **{name: _channels(backbone, name) for name in ("mean", "std")},

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from pycocotools import mask as coco_mask
 from torch import Tensor
-from torchvision.ops import batched_nms, box_convert
+from torchvision.ops import batched_nms, box_convert, nms
 
 from detr_bf.common.structures import Detections, Outputs, PanopticMap, Segment, Target
 from detr_bf.losses.classification import Classification
@@ -27,14 +27,15 @@ class Postprocess:
     With a softmax every query gives its best class (Carion et al. 2020); with sigmoid scores the best pairs of query
     and class are taken (Zhu et al. 2021, arXiv 2010.04159). At most ``max_detections`` per image, best first. A pixel
     belongs to a mask if its probability exceeds ``mask_threshold``. With ``nms``, detections are left out whose IoU
-    with a better one of the same class is above it (non-maximum suppression). ``clamp`` cuts the boxes at the borders
-    of the image (RF-DETR).
+    with a better one of the same class, or with ``nms_across_classes`` of any class, is above it (non-maximum
+    suppression). ``clamp`` cuts the boxes at the borders of the image (RF-DETR).
     """
 
     classification: Classification
     max_detections: int = 100
     mask_threshold: float = 0.5
     nms: float | None = None
+    nms_across_classes: bool = False
     clamp: bool = False
 
     @torch.no_grad()
@@ -68,6 +69,8 @@ class Postprocess:
         """Return the indices of the detections of an image that stay, best first; boxes (N, 4) x0, y0, x1, y1."""
         if self.nms is None:
             return torch.arange(len(scores), device=scores.device)
+        if self.nms_across_classes:
+            return nms(boxes, scores, self.nms)
         return batched_nms(boxes, scores, labels, self.nms)
 
     def detections(

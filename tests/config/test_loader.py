@@ -140,6 +140,7 @@ def test_round_trips(tmp_path: Path) -> None:
         ("model.dropout=1", ["model.dropout must be between 0 and 1, and less than 1, got 1"]),
         ("batch_former.dropout=1", ["batch_former.dropout must be", "less than 1"]),
         ("eval.panoptic.threshold=nan", ["eval.panoptic.threshold must be between 0 and 1, got nan"]),
+        ("eval.nms_across_classes=true", ["eval.nms_across_classes=true needs eval.nms, the largest IoU"]),
         ("model.decoder_layers=1000000", ["model.decoder_layers must be greater than 0 and at most 100, got 1000000"]),
         ("data.transforms.short_sides=[100000]", ["data.transforms.short_sides must be one or more sizes"]),
         ("data.transforms.short_sides.0=3", ["data.transforms.short_sides is a list: give the whole list"]),

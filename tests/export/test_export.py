@@ -580,12 +580,12 @@ def test_masks(postprocess: bool, suffix: str, tmp_path: Path) -> None:
     assert (found.bitmaps() != expected.bitmaps()).mean() < 1e-3
 
 
-@pytest.mark.parametrize("nms", ["null", "0.3"])
+@pytest.mark.parametrize("nms", ["null", "0.3", "0.3 eval.nms_across_classes=true"])
 def test_the_example_runs_without_torch(
     nms: str, detr: tuple[Predictor, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reuse(detr[1], monkeypatch)
-    original = replace(predictor("detr", f"eval.nms={nms}"), thresholds=ScoreThresholds.same(0.0, 3))
+    original = replace(predictor("detr", *f"eval.nms={nms}".split()), thresholds=ScoreThresholds.same(0.0, 3))
     original.export(tmp_path / "it.onnx")
     picture, script = tmp_path / "photo.png", ROOT / "examples" / "onnx_numpy.py"
     assert len(script.read_text().splitlines()) <= 81

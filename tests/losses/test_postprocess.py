@@ -253,14 +253,23 @@ def test_nobody_takes_part() -> None:
         assert found.segments == ()
 
 
-@pytest.mark.parametrize("iou", [None, 0.5, 0.95])
-def test_detections_of_a_class_that_overlap_a_better_one_are_left_out(iou: float | None) -> None:
+@pytest.mark.parametrize(
+    ("iou", "across", "kept"),
+    [
+        (None, False, [0, 1, 2, 3]),
+        (0.5, False, [0, 2, 3]),
+        (0.95, False, [0, 1, 2, 3]),
+        (0.5, True, [0, 3]),
+        (0.95, True, [0, 1, 3]),
+    ],
+)
+def test_detections_that_overlap_a_better_one_are_left_out(iou: float | None, across: bool, kept: list[int]) -> None:
     """Boxes 0 and 1 have an IoU of 9 / 11; boxes 1 and 2 are equal, but of two classes."""
     boxes = torch.tensor([[0.5, 0.5, 0.2, 0.2], [0.52, 0.5, 0.2, 0.2], [0.52, 0.5, 0.2, 0.2], [0.1, 0.1, 0.1, 0.1]])
     logits = torch.tensor([[2.0, -9, -9], [1.0, -9, -9], [-9, 0.0, -9], [-1.0, -9, -9]])
     target = replace(random_targets((1,), classes=3)[0], original_size=(100, 200))
-    (found,) = Postprocess(Focal(), 4, nms=iou)(Outputs(logits[None, None], boxes[None, None], 1), [target])
-    kept = [0, 2, 3] if iou == 0.5 else [0, 1, 2, 3]
+    postprocess = Postprocess(Focal(), 4, nms=iou, nms_across_classes=across)
+    (found,) = postprocess(Outputs(logits[None, None], boxes[None, None], 1), [target])
     assert found.labels.tolist() == [[0, 0, 1, 0][i] for i in kept]
     assert found.scores.tolist() == pytest.approx(logits.sigmoid().amax(1)[kept].tolist())
     assert found.boxes.tolist() == [pytest.approx(pixels(boxes[i].tolist(), (100, 200)), abs=1e-3) for i in kept]
