@@ -9,13 +9,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import accumulate
 from typing import Any, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from detr_bf.common.devices import tensor_on
 from detr_bf.common.errors import InputError
 from detr_bf.common.text import printable
 
@@ -122,12 +125,44 @@ class Target:
 
 
 @dataclass(frozen=True)
+class ObjectMasks:
+    """Masks of all N objects of a batch, image after image, padded at the right and at the bottom to one size."""
+
+    pixels: Tensor  # (N, H, W) bool
+    first: Tensor  # (B,) int64, index of the first object of each image
+
+    @classmethod
+    def of(cls, masks: Sequence[Tensor]) -> ObjectMasks:
+        """Pad the masks (T, h, w) of each image."""
+        height, width = (max(x.shape[dim] for x in masks) for dim in (1, 2))
+        pixels = torch.cat([F.pad(x, (0, width - x.shape[2], 0, height - x.shape[1])) for x in masks])
+        return cls(pixels, tensor_on(pixels.device, list(accumulate((len(x) for x in masks[:-1]), initial=0))))
+
+    def select(self, image: Tensor, target: Tensor) -> Tensor:
+        """Select the masks (M, H, W) of objects ``target`` (M,) of ``image`` (M,)."""
+        return self.pixels[self.first[image] + target]
+
+    def at(self, image: Tensor, target: Tensor, points: Tensor) -> Tensor:
+        """Read the pixels (..., P) of objects ``target`` (...) of ``image`` (...); those that do not exist: any value.
+
+        ``points`` (..., P, 2) are x and y in fractions of the padded image.
+        """
+        height, width = self.pixels.shape[1:]
+        index = (self.first[image] + target).clamp(max=len(self.pixels) - 1)[..., None]
+        column, row = (
+            (points[..., axis] * side).long().clamp(max=side - 1) for axis, side in enumerate((width, height))
+        )
+        return self.pixels[index, row, column]
+
+
+@dataclass(frozen=True)
 class PaddedTargets:
     """Objects of R rows, padded to one tensor; T is the number of objects of the row with most of them."""
 
     labels: Tensor  # (R, T) int64, 0 where there is no object
     boxes: Tensor  # (R, T, 4) float, 0 where there is no object
     counts: tuple[int, ...]  # objects of each row
+    masks: ObjectMasks | None = None  # of the images, for a mask head whose losses are those of points
 
     @classmethod
     def of(cls, targets: Sequence[Target], num_streams: int = 1) -> PaddedTargets:
@@ -146,7 +181,8 @@ class PaddedTargets:
     def repeated(self, count: int) -> PaddedTargets:
         """Repeat each row ``count`` times, next to itself."""
         counts = tuple(number for number in self.counts for _ in range(count))
-        return PaddedTargets(self.labels.repeat_interleave(count, 0), self.boxes.repeat_interleave(count, 0), counts)
+        labels, boxes = (x.repeat_interleave(count, 0) for x in (self.labels, self.boxes))
+        return replace(self, labels=labels, boxes=boxes, counts=counts)
 
     def of_one_class(self) -> PaddedTargets:
         """Set all labels to 0, the class of proposals."""
@@ -412,7 +448,8 @@ def _twice(proposals: Outputs) -> Outputs:
     """Repeat the predictions of one stream for a second one."""
     logits, boxes = (torch.cat([each, each], 1) for each in (proposals.logits, proposals.boxes))
     groups = tuple((group, _twice(predicted)) for group, predicted in proposals.groups)
-    return replace(proposals, logits=logits, boxes=boxes, num_streams=2, groups=groups)
+    states = tuple(torch.cat([each, each]) for each in proposals.states)
+    return replace(proposals, logits=logits, boxes=boxes, num_streams=2, groups=groups, states=states)
 
 
 @dataclass(frozen=True)
@@ -439,6 +476,62 @@ class Masks:
 
 
 @dataclass(frozen=True)
+class ProductMasks(Masks):
+    """Mask logits that are the product of a vector of each query with the map of its row, plus a bias (RF-DETR)."""
+
+    maps: Tensor  # (R, C, h, w) over the padded image
+    vectors: Tensor  # (R, Q, C)
+    bias: Tensor  # (1,)
+
+    @classmethod
+    def over(cls, maps: Tensor, vectors: Tensor, bias: Tensor) -> ProductMasks:
+        return cls(partial(_products, maps, vectors, bias), *vectors.shape[:2], maps, vectors, bias)
+
+    @property
+    def cells(self) -> int:
+        """Number of cells of a mask."""
+        return self.maps.shape[2] * self.maps.shape[3]
+
+    def all(self) -> Tensor:
+        """Compute all masks: (R, Q, h, w)."""
+        products = self.vectors @ self.maps.flatten(2)
+        return products.unflatten(2, self.maps.shape[2:]) + self.bias
+
+    def by_row(self, query: Tensor, counts: Sequence[int]) -> Tensor:
+        """Compute the masks (M, h, w) of ``query`` (M,), of which the first ``counts[0]`` are of row 0, and so on."""
+        products = [
+            vectors[own] @ of_row.flatten(1)
+            for vectors, of_row, own in zip(self.vectors, self.maps, query.split(list(counts)), strict=True)
+        ]
+        return torch.cat(products).unflatten(1, self.maps.shape[2:]) + self.bias
+
+    def at(self, points: Tensor) -> Tensor:
+        """Interpolate all masks bilinearly at points (P, 2), x and y in fractions of the padded image: (R, Q, P)."""
+        maps = self.maps.to(torch.promote_types(self.maps.dtype, torch.float32))
+        sampled = bilinear(maps, points.to(maps.dtype).expand(len(maps), -1, -1))
+        return self.vectors.to(maps.dtype) @ sampled + self.bias
+
+
+def _products(maps: Tensor, vectors: Tensor, bias: Tensor, row: Tensor, query: Tensor) -> Tensor:
+    """Return the masks (M, h, w) of queries (M,) of rows (M,) in any order; reads the rows on the host."""
+    places = [(row == each).nonzero()[:, 0] for each in range(len(maps))]
+    products = [vectors[each, query[own]] @ maps[each].flatten(1) for each, own in enumerate(places) if len(own)]
+    if not products:
+        return maps.new_zeros(0, *maps.shape[2:])
+    order = torch.cat(places).argsort()
+    return torch.cat(products)[order].unflatten(1, maps.shape[2:]) + bias
+
+
+def bilinear(maps: Tensor, points: Tensor) -> Tensor:
+    """Interpolate maps (N, C, h, w) bilinearly at points (N, P, 2), x and y in fractions of the map: (N, C, P).
+
+    Outside the centres of the outermost cells the values are those of these cells.
+    """
+    grid = (2 * points - 1)[:, :, None]
+    return F.grid_sample(maps, grid, padding_mode="border", align_corners=False)[..., 0]
+
+
+@dataclass(frozen=True)
 class Distributions:
     """Predicted distributions of the distances of the sides of boxes from those of a first box (D-FINE).
 
@@ -462,8 +555,9 @@ class Outputs:
     num_streams: int = 1
     proposals: Outputs | None = None  # of the encoder of a two-stage detector: one layer
     one_class: bool = False  # class 0 means any object (proposals)
-    states: Tensor | None = None  # (R, Q, C), input of the last layer's heads
+    states: tuple[Tensor, ...] = ()  # (R, Q, C) each, inputs of the heads of all L layers; D-FINE: of the last alone
     masks: Masks | None = None  # of the last layer; None without mask head
+    layer_masks: tuple[ProductMasks, ...] = ()  # of all L layers, of a mask head that is trained in each (RF-DETR)
     # Further queries of a training step, all decoder layers; further predictions of queries (D-FINE's first boxes)
     groups: tuple[tuple[QueryGroup, Outputs], ...] = ()
     distributions: Distributions | None = None  # of the sides of the boxes (D-FINE)

@@ -6,7 +6,6 @@ Shape legend: B images, T objects of one image, N detections, H x W pixels of th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -101,7 +100,7 @@ def cropped(masks: Masks, padded: Size, size: Size) -> Masks:
         logits = F.interpolate(masks.of(row, query)[:, None], size=padded, mode="bilinear")
         return logits[:, 0, : size[0], : size[1]]
 
-    return replace(masks, of=of)
+    return Masks(of, masks.rows, masks.queries)
 
 
 def drawn(objects: Sequence[Sequence[Any]], size: Size) -> Tensor:

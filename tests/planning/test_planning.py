@@ -111,7 +111,7 @@ def kept_by_a_real_run(config: DetectionConfig) -> int:
             for part in predicted
             for logits in part.logits.chunk(part.num_streams, 1)
         ]
-    for tensor in (batch.images, batch.padding_mask, outputs.states, *groups, *losses):
+    for tensor in (batch.images, batch.padding_mask, *outputs.states, *groups, *losses):
         see(tensor)
     if batch.references is not None:
         see(batch.references)
