@@ -485,7 +485,8 @@ class ProductMasks(Masks):
 
     @classmethod
     def over(cls, maps: Tensor, vectors: Tensor, bias: Tensor) -> ProductMasks:
-        return cls(partial(_products, maps, vectors, bias), *vectors.shape[:2], maps, vectors, bias)
+        rows, queries = vectors.shape[:2]
+        return cls(partial(_products, maps, vectors, bias), rows, queries, maps, vectors, bias)
 
     @property
     def cells(self) -> int:

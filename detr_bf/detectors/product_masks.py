@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from detr_bf.common.structures import FeatureMap, Outputs, ProductMasks, TokenBatch
+from detr_bf.common.structures import Outputs, ProductMasks, TokenBatch
 from detr_bf.detectors.mask_head import level_of
 from detr_bf.transformer.blocks import MLP, Residual
 
@@ -39,21 +39,15 @@ class ProductMaskHead(nn.Module):
         self.project_query = nn.Linear(dim, dim)
         self.bias = nn.Parameter(torch.zeros(1))
 
-    def forward(
-        self,
-        outputs: Outputs,
-        tokens: TokenBatch,
-        memory: TokenBatch,
-        features: Sequence[FeatureMap],
-        size: Sequence[int],
-    ) -> Outputs:
+    def forward(self, outputs: Outputs, _: TokenBatch, memory: TokenBatch, __: object, size: Sequence[int]) -> Outputs:
         """Return the outputs with ``masks`` and ``layer_masks``, and groups and proposals with ``layer_masks``.
 
         Args:
             outputs: of the decoder; the proposals have states.
-            tokens, features: not needed here.
             memory: tokens of R rows, whose finest level is the map.
             size: height and width of the padded images.
+
+        The tokens of the encoder's input and the backbone's maps, which other mask heads read, are not needed.
         """
         cells, *_ = memory.static["spatial_shapes"]
         x = level_of(memory, cells).transpose(1, 2).unflatten(2, cells)
