@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchvision.ops import box_convert
 
-from detr_bf.common.structures import FeatureMap, Masks, Outputs, TokenBatch
+from detr_bf.common.masks import Masks
+from detr_bf.common.structures import FeatureMap, Outputs, TokenBatch
 from detr_bf.transformer import unpadded
 
 MASK_NORM_GROUPS = 8

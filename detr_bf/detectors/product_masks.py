@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from detr_bf.common.structures import Outputs, ProductMasks, TokenBatch
+from detr_bf.common.masks import ProductMasks
+from detr_bf.common.structures import Outputs, TokenBatch
 from detr_bf.detectors.mask_head import level_of
 from detr_bf.transformer.blocks import MLP, Residual
 

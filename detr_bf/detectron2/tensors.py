@@ -16,7 +16,8 @@ from torch import Tensor
 from torchvision.ops import box_convert
 
 from detr_bf.common.errors import InputError
-from detr_bf.common.structures import Batch, Detections, Masks, PanopticMap, Target, padding_mask
+from detr_bf.common.masks import Masks
+from detr_bf.common.structures import Batch, Detections, PanopticMap, Target, padding_mask
 
 Size = tuple[int, int]  # height, width in pixels
 

@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from detr_bf.common.structures import Outputs, PaddedTargets, bilinear
+from detr_bf.common.masks import bilinear
+from detr_bf.common.structures import Outputs, PaddedTargets
 from detr_bf.losses.classification import at_least_float32
 
 OVERSAMPLING = 3  # random points per point of a loss, among which the most uncertain are chosen

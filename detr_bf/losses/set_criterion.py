@@ -23,16 +23,8 @@ from detr_bf.common.boxes import corners_of, generalized_iou, iou
 from detr_bf.common.devices import send, tensor_on
 from detr_bf.common.errors import InputError
 from detr_bf.common.extensions import Registry
-from detr_bf.common.structures import (
-    GROUP,
-    Distributions,
-    Masks,
-    ObjectMasks,
-    Outputs,
-    PaddedTargets,
-    QueryGroup,
-    Target,
-)
+from detr_bf.common.masks import Masks, ObjectMasks
+from detr_bf.common.structures import GROUP, Distributions, Outputs, PaddedTargets, QueryGroup, Target
 from detr_bf.losses.classification import (
     NO_OBJECT,
     NOT_SUPERVISED,

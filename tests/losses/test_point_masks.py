@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from detr_bf.common.structures import Batch, ObjectMasks, Outputs, PaddedTargets, Target, bilinear
+from detr_bf.common.masks import ObjectMasks, bilinear
+from detr_bf.common.structures import Batch, Outputs, PaddedTargets, Target
 from detr_bf.losses import Focal, HungarianMatcher, SetCriterion, point_masks
 from detr_bf.losses.point_masks import losses_at_points, mask_costs, pair_costs, random_points, uncertain_points
 from tests.detectors.tiny import batch_former, images, model, shaken

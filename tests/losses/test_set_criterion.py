@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torchvision.ops import box_convert, box_iou, generalized_box_iou
 
-from detr_bf.common.structures import Masks, ObjectMasks, Outputs, PaddedTargets, QueryGroup, Target
+from detr_bf.common.masks import Masks, ObjectMasks
+from detr_bf.common.structures import Outputs, PaddedTargets, QueryGroup, Target
 from detr_bf.losses import (
     LOGGED_METRICS,
     CrossEntropy,
