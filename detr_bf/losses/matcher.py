@@ -81,8 +81,9 @@ class HungarianMatcher:
     def __post_init__(self) -> None:
         added = [(name, MATCHING_COSTS.find(name, "loss.matcher.extra"), each) for name, each in self.extra.items()]
         object.__setattr__(self, "_added", tuple(added))
-        names = ("class_cost", "bbox_cost", "giou_cost", "mask_cost", "dice_cost")
-        check_factors("HungarianMatcher", {name: getattr(self, name) for name in names})
+        costs = {"class_cost": self.class_cost, "bbox_cost": self.bbox_cost, "giou_cost": self.giou_cost}
+        check_factors("HungarianMatcher", costs)
+        check_factors("HungarianMatcher", costs | {"mask_cost": self.mask_cost, "dice_cost": self.dice_cost})
 
     def __call__(self, outputs: Outputs, targets: PaddedTargets, repeats: int = 1) -> Matches:
         """Match all layers; each object is matched with up to ``repeats`` queries."""

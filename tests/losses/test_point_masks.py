@@ -109,7 +109,7 @@ def test_the_matching_sees_the_masks() -> None:
     plain, both = HungarianMatcher(Focal(), mask_cost=0.0, dice_cost=0.0), HungarianMatcher(Focal(), fixed_points=True)
     added = both._stacked_cost(outputs, padded) - plain._stacked_cost(outputs, padded)
     torch.testing.assert_close(added, 5 * entropy + 5 * dice)
-    strong = HungarianMatcher(Focal(), 0, 0, 0, mask_cost=1.0, dice_cost=0.0, fixed_points=True)(outputs, padded)
+    strong = HungarianMatcher(Focal(), 0, 0, 1e-9, mask_cost=1.0, dice_cost=0.0, fixed_points=True)(outputs, padded)
     for layer, row in ((0, 0), (1, 1)):
         own = (strong.layer == layer) & (strong.row == row)
         total = entropy[layer, row, strong.query[own], strong.target[own]].sum()

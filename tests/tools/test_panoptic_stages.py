@@ -75,7 +75,7 @@ def test_the_mask_head_of_rfdetr_is_trained_with_the_boxes(stuff: SimpleNamespac
     """On things and stuff, with two streams."""
     rfdetr = ["model.name=rfdetr", "model.encoder_layers=0", "model.groups.group_detr=2", "loss.classification=ia_bce"]
     given = [*MASKS, *rfdetr, "model.rfdetr.cross_heads=4", "batch_former.enabled=true"]
-    assert run(stuff, "whole", *given) == 0
+    assert run(stuff, "whole", *given, "report=true") == 0
     whole = stuff.folder / "whole"
     check_panoptic_results(stuff, whole)
     steps = records(whole / "metrics.jsonl", "train")
