@@ -250,6 +250,19 @@ def test_frozen_first_stages_have_no_backward_pass() -> None:
     assert [item.flops for item in frozen] == [item.flops for item in plain]
 
 
+def test_rfdetr_holds_the_masks_of_all_layers_groups_and_proposals() -> None:
+    """Two layers and the proposals, of the main queries and one more group, for the six rows of two streams."""
+    settings = (*DETECTORS["rfdetr"], "model.masks=true")
+    without, found, coarse = (
+        trace(tiny(*each), CLASSES, SIZE, device="cpu").kept
+        for each in (DETECTORS["rfdetr"], settings, (*settings, "model.rfdetr.mask_stride=8"))
+    )
+    queries = 6  # fewer than the objects that are assumed
+    masks = 3 * 2 * 6 * queries * 4 * SIZE[0] // 4 * SIZE[1] // 4
+    assert found - without > masks
+    assert found - coarse > masks * 3 // 4
+
+
 def test_a_frozen_detector_has_no_backward_pass() -> None:
     found = trace(tiny(*MASKS, "batch_former.enabled=false"), CLASSES, SIZE)
     assert {item.times for item in found.work} == {1, 3}
