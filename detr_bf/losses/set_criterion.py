@@ -93,9 +93,9 @@ class SetCriterion:
             its size.
         box_weighting: ``iou`` or ``giou`` multiplies the loss of the generalised IoU of each pair with that value,
             without gradient, which also becomes the quality in the classification; or ``none``.
-        mask_weight, dice_weight: weights of the losses of masks. DETR's mask head: focal loss and Dice of all pixels, in
-            the last layer. RF-DETR's: cross-entropy and Dice at points, in all layers, groups and for the proposals,
-            see :mod:`detr_bf.losses.point_masks`.
+        mask_weight, dice_weight: weights of the losses of masks. DETR's mask head: focal loss and Dice of all pixels,
+            in the last layer. RF-DETR's: cross-entropy and Dice at points, in all layers, groups and for the
+            proposals, see :mod:`detr_bf.losses.point_masks`.
         mean_of_groups: divide all losses by the number of groups of Group DETR, the main queries included, instead of
             adding those of the groups (LW-DETR, RF-DETR).
 
