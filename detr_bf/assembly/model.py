@@ -35,6 +35,7 @@ from detr_bf.plugins import PluginCriterion
 logger = logging.getLogger(__name__)
 
 OF_DISTRIBUTIONS = ("fgl_weight", "ddf_weight", "union")  # settings of the loss that D-FINE alone reads
+OF_POINTS = ("mask_cells_per_point", "matcher.mask_cost", "matcher.dice_cost")  # that RF-DETR's mask head alone reads
 
 MOST_CLASSES = 1_000_000
 FOCAL_PRIOR = 0.01  # initial score of every class (Lin et al. 2017, arXiv 1708.02002, section 4.1)
@@ -58,7 +59,7 @@ def build_model(config: DetectionConfig, num_classes: int, *, pretrained: bool =
             frozen_stages=backbone.frozen_stages,
             frozen_norm=backbone.frozen_norm,
             drop_path=backbone.drop_path,
-            finer=config.model.masks,
+            finer=config.model.mask_head == "detr",
             reference=backbone.reference,
             vit=VitOptions(**vars(backbone.vit)),
         )
@@ -120,7 +121,7 @@ def _check_num_classes(num_classes: object) -> None:
 
 
 def build_mask_head(config: DetectionConfig, channels: Sequence[int]) -> MaskHead | None:
-    """Build the mask head over feature maps of these ``channels``, or None if it is disabled.
+    """Build DETR's mask head over feature maps of these ``channels``, or None if it is disabled or another is chosen.
 
     Raises:
         InputError: the detector is frozen and nothing would be trained.
@@ -128,6 +129,8 @@ def build_mask_head(config: DetectionConfig, channels: Sequence[int]) -> MaskHea
     if not config.model.masks:
         if config.freeze.detector:
             raise InputError("freeze.detector=true trains only the mask head: it needs model.masks=true")
+        return None
+    if config.model.mask_head != "detr":
         return None
     *finer, _ = channels
     model, see_boxes = config.model, detector_named(config.model.name).masks_see_boxes
@@ -145,9 +148,10 @@ def _warn_of_unused_settings(config: DetectionConfig) -> None:
         logger.warning("model.groups.one_to_many.queries=0 does not use repeats and weight beside it")
     keys = dict.fromkeys(key for kind in CLASSIFICATIONS.values() for key in settings_of(kind))
     _warn_of_unused("loss", "classification", loss, keys, settings_of(CLASSIFICATIONS[loss.classification]))
-    changed = [key for key in OF_DISTRIBUTIONS if getattr(loss, key) != getattr(LossConfig(), key)]
-    if changed and model.name != "dfine":
-        logger.warning("model.name=%s does not use %s", model.name, ", ".join(f"loss.{key}" for key in changed))
+    for names, used in ((OF_DISTRIBUTIONS, model.name == "dfine"), (OF_POINTS, model.mask_head == "rfdetr")):
+        changed = [key for key in names if attrgetter(key)(loss) != attrgetter(key)(LossConfig())]
+        if changed and not used:
+            logger.warning("model.name=%s does not use %s", model.name, ", ".join(f"loss.{key}" for key in changed))
 
 
 def _warn_of_unused(group: str, chosen: str, config: Any, keys: Iterable[str], used: Sequence[str]) -> None:
@@ -252,7 +256,11 @@ def build_criterion(config: DetectionConfig, *, local: bool = False) -> SetCrite
         return SetCriterion(
             classification,
             HungarianMatcher(
-                classification, costs.class_cost, costs.bbox_cost, costs.giou_cost, loss.giou_eps, costs.extra
+                *(classification, costs.class_cost, costs.bbox_cost, costs.giou_cost, loss.giou_eps, costs.extra),
+                mask_cost=costs.mask_cost,
+                dice_cost=costs.dice_cost,
+                cells_per_point=loss.mask_cells_per_point,
+                fixed_points=local,
             ),
             class_weight=loss.class_weight,
             bbox_weight=loss.bbox_weight,

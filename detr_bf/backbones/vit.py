@@ -275,7 +275,7 @@ def interpolated_positions(table: Tensor, padding: Tensor, *, antialias: bool = 
     height, width = table.shape[:2]
     weights = smooth_cubic_weights if antialias else cubic_weights
     down, across = weights(rows, padding.shape[1], height), weights(columns, padding.shape[2], width)
-    return torch.einsum("bhy,bwx,yxc->bhwc", down, across, table.float())
+    return torch.einsum("bhy,bwx,yxc->bhwc", down, across, table.to(down.dtype))
 
 
 def cubic_weights(lengths: Tensor, count: int, side: int) -> Tensor:

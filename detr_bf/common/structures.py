@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from detr_bf.common.errors import InputError
+from detr_bf.common.masks import Masks, ObjectMasks, ProductMasks
 from detr_bf.common.text import printable
 
 D = TypeVar("D", bound="Detections")
@@ -128,6 +129,7 @@ class PaddedTargets:
     labels: Tensor  # (R, T) int64, 0 where there is no object
     boxes: Tensor  # (R, T, 4) float, 0 where there is no object
     counts: tuple[int, ...]  # objects of each row
+    masks: ObjectMasks | None = None  # of the images, for a mask head whose losses are those of points
 
     @classmethod
     def of(cls, targets: Sequence[Target], num_streams: int = 1) -> PaddedTargets:
@@ -146,7 +148,8 @@ class PaddedTargets:
     def repeated(self, count: int) -> PaddedTargets:
         """Repeat each row ``count`` times, next to itself."""
         counts = tuple(number for number in self.counts for _ in range(count))
-        return PaddedTargets(self.labels.repeat_interleave(count, 0), self.boxes.repeat_interleave(count, 0), counts)
+        labels, boxes = (x.repeat_interleave(count, 0) for x in (self.labels, self.boxes))
+        return replace(self, labels=labels, boxes=boxes, counts=counts)
 
     def of_one_class(self) -> PaddedTargets:
         """Set all labels to 0, the class of proposals."""
@@ -412,30 +415,8 @@ def _twice(proposals: Outputs) -> Outputs:
     """Repeat the predictions of one stream for a second one."""
     logits, boxes = (torch.cat([each, each], 1) for each in (proposals.logits, proposals.boxes))
     groups = tuple((group, _twice(predicted)) for group, predicted in proposals.groups)
-    return replace(proposals, logits=logits, boxes=boxes, num_streams=2, groups=groups)
-
-
-@dataclass(frozen=True)
-class Masks:
-    """Mask logits over the padded image, computed on request for chosen pairs of row and query.
-
-    Masks are the most expensive output of a detector, and losses and postprocessing read few of them: those of matched
-    pairs, or of queries that predict an object. No mask depends on which others are requested.
-    """
-
-    of: Callable[[Tensor, Tensor], Tensor]  # rows (M,) and queries (M,), int64 -> logits (M, h, w)
-    rows: int
-    queries: int
-
-    @classmethod
-    def known(cls, logits: Tensor) -> Masks:
-        """Wrap the logits (R, Q, h, w) of all masks."""
-        return cls(lambda row, query: logits[row, query], *logits.shape[:2])
-
-    def all(self) -> Tensor:
-        """Compute all masks: (R, Q, h, w)."""
-        pairs = torch.cartesian_prod(torch.arange(self.rows), torch.arange(self.queries))
-        return self.of(pairs[:, 0], pairs[:, 1]).unflatten(0, (self.rows, self.queries))
+    states = tuple(torch.cat([each, each]) for each in proposals.states)
+    return replace(proposals, logits=logits, boxes=boxes, num_streams=2, groups=groups, states=states)
 
 
 @dataclass(frozen=True)
@@ -462,8 +443,9 @@ class Outputs:
     num_streams: int = 1
     proposals: Outputs | None = None  # of the encoder of a two-stage detector: one layer
     one_class: bool = False  # class 0 means any object (proposals)
-    states: Tensor | None = None  # (R, Q, C), input of the last layer's heads
+    states: tuple[Tensor, ...] = ()  # (R, Q, C) each, inputs of the heads of all L layers; D-FINE: of the last alone
     masks: Masks | None = None  # of the last layer; None without mask head
+    layer_masks: tuple[ProductMasks, ...] = ()  # of all L layers, of a mask head that is trained in each (RF-DETR)
     # Further queries of a training step, all decoder layers; further predictions of queries (D-FINE's first boxes)
     groups: tuple[tuple[QueryGroup, Outputs], ...] = ()
     distributions: Distributions | None = None  # of the sides of the boxes (D-FINE)

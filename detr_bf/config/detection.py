@@ -163,6 +163,8 @@ class RfdetrConfig:
     points: int = positive(2, 256)  # sampling points per query, level and head
     refine: bool = False  # each decoder layer refines the boxes of the previous one; false: those of the tokens
     scaled_boxes: bool = True  # boxes in units of those that they refine, which may leave the image; false: logits
+    mask_head: str = choice("rfdetr", "detr")  # with model.masks; detr: needs maps of stride 4 on from the backbone
+    mask_stride: int = positive(4, 64)  # pixels per cell of the masks of mask_head=rfdetr
 
 
 @dataclass
@@ -228,6 +230,13 @@ class ModelConfig:
     rtdetr: RtdetrConfig = field(default_factory=RtdetrConfig)
     smca: SmcaConfig = field(default_factory=SmcaConfig)
     backbone: BackboneConfig = field(default_factory=BackboneConfig)
+
+    @property
+    def mask_head(self) -> str | None:
+        """Kind of the mask head, ``detr`` or ``rfdetr``; None without one."""
+        if not self.masks:
+            return None
+        return self.rfdetr.mask_head if self.name == "rfdetr" else "detr"
 
     @property
     def all_strides(self) -> list[int]:
@@ -334,6 +343,8 @@ class MatcherConfig:
     class_cost: float = not_negative(1.0)  # of the classification
     bbox_cost: float = not_negative(5.0)  # of the L1 distance of the boxes
     giou_cost: float = not_negative(2.0)  # of the generalised IoU of the boxes
+    mask_cost: float = not_negative(5.0)  # of the cross-entropy of masks; only model.rfdetr.mask_head=rfdetr
+    dice_cost: float = not_negative(5.0)  # of the Dice loss of masks; only model.rfdetr.mask_head=rfdetr
     extra: dict[str, float] = factors()  # factors of further costs by name in detr_bf.losses.MATCHING_COSTS
 
     def check_values(self, prefix: str) -> None:
@@ -355,8 +366,9 @@ class LossConfig:
     class_weight: float = not_negative(1.0)  # weight of the classification loss
     bbox_weight: float = not_negative(5.0)  # weight of the L1 loss of the boxes
     giou_weight: float = not_negative(2.0)  # weight of the generalised IoU loss
-    mask_weight: float = not_negative(1.0)  # weight of the focal loss of the masks; only with model.masks
+    mask_weight: float = not_negative(1.0)  # of the focal loss of masks, RF-DETR: cross-entropy; only model.masks
     dice_weight: float = not_negative(1.0)  # weight of the Dice loss of the masks; only with model.masks
+    mask_cells_per_point: int = positive(16, 10_000)  # cells of a mask per sampled point; model.rfdetr.mask_head=rfdetr
     fgl_weight: float = not_negative(0.15)  # weight of the localisation of box sides in bins; only model.name=dfine
     ddf_weight: float = not_negative(1.5)  # weight of the distillation of the last layer; only model.name=dfine
     union: bool = True  # train boxes of all layers on the matched pairs of any layer; only model.name=dfine

@@ -8,7 +8,7 @@ Shape legend: B images, R rows (streams x images), L decoder layers, Q queries, 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from detr_bf.batchformer import BatchFormerV2, InsertedBatchFormer, QueryBatchFormer
 from detr_bf.common.structures import Batch, FeatureMap, Outputs, QueryGroup, Target, TokenBatch
-from detr_bf.detectors.mask_head import MaskHead
 from detr_bf.transformer import without_updating_statistics
 
 
@@ -29,6 +28,7 @@ class Options:
         class_prior: initial score of every class, for sigmoid scores.
         batch_former, query_batch_former: batch attention in the encoder, or in the decoder.
         groups: further queries in training, see :func:`detr_bf.detectors.groups.query_groups`.
+        masks: with the mask head of the detector, if it has one of its own (RF-DETR).
         activation_checkpointing: recompute the encoder layers in the backward pass: less memory, more time.
     """
 
@@ -51,7 +51,8 @@ class Options:
     groups: tuple[QueryGroup, ...] = ()
     batch_former: BatchFormerV2 | None = None
     query_batch_former: QueryBatchFormer | None = None
-    mask_head: MaskHead | None = None
+    masks: bool = False
+    mask_head: nn.Module | None = None
     activation_checkpointing: bool = False
 
 
@@ -63,7 +64,8 @@ class Detector(nn.Module):
         tokens: (feature maps, padding_mask) -> tokens.
         encoder: tokens -> memory, as :class:`detr_bf.transformer.Encoder`.
         decoder: memory -> outputs, as :class:`detr_bf.transformer.Decoder`.
-        mask_head: computes a mask for every query, or None.
+        mask_head: (outputs, tokens, memory, feature maps, size of the images) -> outputs with a mask for every query,
+            as :class:`detr_bf.detectors.mask_head.MaskHead`, or None.
         levels: number of the deepest backbone maps that become tokens; the mask head reads all maps.
     """
 
@@ -74,7 +76,7 @@ class Detector(nn.Module):
         tokens: nn.Module,
         encoder: nn.Module,
         decoder: nn.Module,
-        mask_head: MaskHead | None = None,
+        mask_head: nn.Module | None = None,
         levels: int = 1,
     ) -> None:
         super().__init__()
@@ -133,14 +135,14 @@ class Detector(nn.Module):
         outputs: Outputs = self.decoder(memory, targets if self.decoder.training else ())
         if self.mask_head is None:
             return outputs
-        assert outputs.states is not None, "a decoder returns its states"
         if outputs.num_streams > memory.num_streams:  # the decoder forked
             memory = memory.fork(memory.tokens)
         if with_references is not None:
             count = with_references.images.shape[0]
             tokens = tokens.without_references()
             features = [FeatureMap(each.tensor[:count], each.padding_mask[:count]) for each in features]
-        return replace(outputs, masks=self.mask_head(outputs.states, outputs.boxes[-1], tokens, memory, features))
+        with_masks: Outputs = self.mask_head(outputs, tokens, memory, features, padding_mask.shape[1:])
+        return with_masks
 
     def _tokens(self, features: Sequence[FeatureMap], padding_mask: Tensor) -> TokenBatch:
         """Return the tokens of all streams; a second one changes no statistics of batch norms.

@@ -199,7 +199,7 @@ class DistributionDecoder(Decoder):
             first = first.fork(first.content)
             predictions = [[in_streams(x, len(state)) for x in parts] for parts in predictions]
             pre = [in_streams(x, len(state)) for x in pre]
-        outputs = self.outputs_of(first, [parts[:2] for parts in predictions], state, memory.num_streams)
+        outputs = self.outputs_of(first, [parts[:2] for parts in predictions], [state], memory.num_streams)
         kept = torch.stack([parts[2] for parts in (predictions if self.aux_loss else predictions[-1:])])
         return self._with_distributions(outputs, first, kept, before.boxes, distances, pre)
 

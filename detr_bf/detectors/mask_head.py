@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
@@ -18,7 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchvision.ops import box_convert
 
-from detr_bf.common.structures import FeatureMap, Masks, TokenBatch
+from detr_bf.common.masks import Masks
+from detr_bf.common.structures import FeatureMap, Outputs, TokenBatch
 from detr_bf.transformer import unpadded
 
 MASK_NORM_GROUPS = 8
@@ -45,25 +47,31 @@ class MaskHead(nn.Module):
         self.see_boxes = see_boxes
 
     def forward(
-        self, states: Tensor, boxes: Tensor, tokens: TokenBatch, memory: TokenBatch, features: Sequence[FeatureMap]
-    ) -> Masks:
-        """Return the masks of all queries, to be computed on request.
+        self,
+        outputs: Outputs,
+        tokens: TokenBatch,
+        memory: TokenBatch,
+        features: Sequence[FeatureMap],
+        size: Sequence[int],
+    ) -> Outputs:
+        """Return the outputs with the masks of all queries of the last layer, to be computed on request.
 
         Args:
-            states: (R, Q, C), output of the last decoder layer.
-            boxes: (R, Q, 4), its boxes; they receive no gradient.
+            outputs: of the decoder; its boxes receive no gradient.
             tokens: input of the encoder, B rows, or R if the backbone forks the batch.
             memory: output of the encoder, R rows.
             features: maps of the backbone, from fine to coarse, with the rows of ``tokens``.
+            size: height and width of the padded images; not needed here.
         """
+        states = outputs.states[-1]
         *finer, deepest = (feature.tensor for feature in features)
-        size = (deepest.shape[-2], deepest.shape[-1])
-        keys, seen = level_of(memory, size), level_of(memory, size, "padding_mask")
-        maps = self.attention(states, keys, seen).unflatten(-1, size)
+        cells = (deepest.shape[-2], deepest.shape[-1])
+        keys, seen = level_of(memory, cells), level_of(memory, cells, "padding_mask")
+        maps = self.attention(states, keys, seen).unflatten(-1, cells)
         if self.see_boxes:
-            covered = box_coverage(boxes.detach(), seen.unflatten(1, size))
+            covered = box_coverage(outputs.boxes[-1].detach(), seen.unflatten(1, cells))
             maps = torch.cat([maps, covered.unsqueeze(2).to(maps.dtype)], dim=2)
-        projected = level_of(tokens, size).transpose(1, 2).unflatten(2, size)
+        projected = level_of(tokens, cells).transpose(1, 2).unflatten(2, cells)
         kind = states.device.type
         dtype, enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
 
@@ -73,7 +81,7 @@ class MaskHead(nn.Module):
                 image = image if memory.num_streams == tokens.num_streams else image % projected.shape[0]
                 return self.convolutions(projected, maps[row, query], finer[::-1], image)
 
-        return Masks(of, *states.shape[:2])
+        return replace(outputs, masks=Masks(of, *states.shape[:2]))
 
 
 class AttentionMaps(nn.Module):

@@ -22,6 +22,7 @@ from detr_bf.detectors.declaration import declare
 from detr_bf.detectors.deformable_detr import DeformableMemoryAttention
 from detr_bf.detectors.detector import Detector, Options
 from detr_bf.detectors.parts import class_head, decoder_layer, query_attention, zero_init_box_head
+from detr_bf.detectors.product_masks import ProductMaskHead
 from detr_bf.detectors.projector import ProjectedLevels
 from detr_bf.detectors.two_stage import anchor_boxes, check_tokens
 from detr_bf.transformer import Decoder, Encoder, Heads, in_groups
@@ -41,6 +42,9 @@ class RfdetrOptions:
         refine: each decoder layer refines the boxes of the previous one; false: all refine the first ones.
         scaled_boxes: boxes in units of the boxes that they refine, which may lie outside the image
             (:func:`~detr_bf.common.boxes.scaled_boxes`); false: sums of logits, as of Deformable DETR.
+        mask_head: kind of the mask head, ``rfdetr`` (:class:`~detr_bf.detectors.product_masks.ProductMaskHead`) or
+            ``detr``, which is that of the shared options.
+        mask_stride: pixels per cell of the masks of ``rfdetr``.
     """
 
     levels: Sequence[str] = setting("rfdetr.levels", ())  # empty: P4
@@ -49,6 +53,8 @@ class RfdetrOptions:
     points: int = setting("rfdetr.points", 2)
     refine: bool = setting("rfdetr.refine", False)
     scaled_boxes: bool = setting("rfdetr.scaled_boxes", True)
+    mask_head: str = setting("rfdetr.mask_head", "rfdetr")
+    mask_stride: int = setting("rfdetr.mask_stride", 4)
 
 
 @declare(RfdetrOptions, no_object=False, from_tokens=True, grouped=True, encoder_width="hidden_dim", bounded=False)
@@ -78,13 +84,16 @@ def rfdetr(backbone: nn.Module, channels: Sequence[int], options: Options, own: 
     ]
     relative = scaled_boxes if own.scaled_boxes else None
     heads = Heads([class_head(options)], [zero_init_box_head(options)], relative=relative)
+    mask_head = options.mask_head
+    if options.masks and own.mask_head == "rfdetr":
+        mask_head = ProductMaskHead(dim, layers=options.decoder_layers, stride=own.mask_stride)
     return Detector(
         backbone,
         tokens=ProjectedLevels(channels, dim, levels, layer_norm=own.layer_norm),
         encoder=EncoderWithoutLayers([], batch_former=options.batch_former),
         decoder=Decoder(
             layers,
-            queries=GroupedQueries(options, heads),
+            queries=GroupedQueries(options, heads, with_states=isinstance(mask_head, ProductMaskHead)),
             heads=heads,
             norm=nn.LayerNorm(dim),
             update_queries=AnchorPosition(dim, once=not own.refine),
@@ -94,7 +103,7 @@ def rfdetr(backbone: nn.Module, channels: Sequence[int], options: Options, own: 
             batch_former=options.query_batch_former,
             aux_loss=options.aux_loss,
         ),
-        mask_head=options.mask_head,
+        mask_head=mask_head,
         levels=len(channels),
     )
 
@@ -117,10 +126,10 @@ class TokenHeads(nn.Module):
         self.norm = nn.LayerNorm(dim)
         self.class_head, self.box_head = deepcopy(heads.classes[0]), deepcopy(heads.boxes[0])
 
-    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens (R, S, C) -> class logits (R, S, K) and outputs of the box head (R, S, 4)."""
-        tokens = self.norm(self.project(tokens))
-        return full_precision(self.class_head, tokens), full_precision(self.box_head, tokens)
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens (R, S, C) -> states (R, S, C), class logits (R, S, K) and outputs of the box head (R, S, 4)."""
+        states = self.norm(self.project(tokens))
+        return states, full_precision(self.class_head, states), full_precision(self.box_head, states)
 
 
 class GroupedQueries(nn.Module):
@@ -131,10 +140,12 @@ class GroupedQueries(nn.Module):
 
     Args:
         heads: of the decoder, whose weights those of the groups begin with.
+        with_states: the proposals have states, for their masks.
     """
 
-    def __init__(self, options: Options, heads: Heads) -> None:
+    def __init__(self, options: Options, heads: Heads, *, with_states: bool = False) -> None:
         super().__init__()
+        self.with_states = with_states
         dim, self.num_queries = options.hidden_dim, options.num_queries
         self.groups = options.groups
         parts = 1 + sum(group.parts for group in options.groups)
@@ -159,19 +170,27 @@ class GroupedQueries(nn.Module):
         tokens = memory.tokens.masked_fill(~usable, 0.0)
         groups = self.groups if self.training else ()
         chosen = [self._chosen(part, tokens, anchors) for part in (self.parts if groups else self.parts[:1])]
-        logits, boxes = (torch.cat(each, dim=1) for each in zip(*chosen, strict=True))
+        logits, boxes, *states = (torch.cat(each, dim=1) for each in zip(*chosen, strict=True))
         count = boxes.shape[1]
         reference = self.relative(self.change.weight[:count].expand_as(boxes), boxes.detach())
         content = self.content.weight[:count].expand(boxes.shape[0], -1, -1).to(memory.tokens.dtype)
         queries = Queries(content, torch.zeros_like(content), reference)
-        main = Outputs(logits[None, :, : self.num_queries], boxes[None, :, : self.num_queries], memory.num_streams)
-        others = Outputs(logits[None, :, self.num_queries :], boxes[None, :, self.num_queries :], memory.num_streams)
+        main, others = (
+            Outputs(
+                logits[None, :, part],
+                boxes[None, :, part],
+                memory.num_streams,
+                states=tuple(x[:, part] for x in states),
+            )
+            for part in (slice(self.num_queries), slice(self.num_queries, None))
+        )
         proposals = replace(main, groups=tuple((group, others) for group in groups))
         return in_groups(replace(queries, proposals=proposals), groups)
 
-    def _chosen(self, heads: nn.Module, tokens: Tensor, anchors: Tensor) -> tuple[Tensor, Tensor]:
-        """Return class logits (R, Q, K) and boxes (R, Q, 4) of the best tokens."""
-        logits, changes = heads(tokens)
+    def _chosen(self, heads: nn.Module, tokens: Tensor, anchors: Tensor) -> tuple[Tensor, ...]:
+        """Return class logits (R, Q, K) and boxes (R, Q, 4) of the best tokens, and states (R, Q, C) if needed."""
+        states, logits, changes = heads(tokens)
         best = logits.max(-1).values.topk(self.num_queries, dim=1).indices[..., None]
-        logits, changes, anchors = (x.gather(1, best.expand(-1, -1, x.shape[-1])) for x in (logits, changes, anchors))
-        return logits, self.relative(changes, anchors)
+        parts = (logits, changes, anchors, *((states,) if self.with_states else ()))
+        logits, changes, anchors, *kept = (x.gather(1, best.expand(-1, -1, x.shape[-1])) for x in parts)
+        return logits, self.relative(changes, anchors), *kept

@@ -117,7 +117,7 @@ def build_parts(
             strides=config.model.backbone.strides,
             pixel_mean=pixel_mean,
             pixel_std=pixel_std,
-            finer=config.model.masks,
+            finer=config.model.mask_head == "detr",
         )
         detector = build_detector(config, num_classes, body)
     return {

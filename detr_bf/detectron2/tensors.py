@@ -6,7 +6,6 @@ Shape legend: B images, T objects of one image, N detections, H x W pixels of th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +16,8 @@ from torch import Tensor
 from torchvision.ops import box_convert
 
 from detr_bf.common.errors import InputError
-from detr_bf.common.structures import Batch, Detections, Masks, PanopticMap, Target, padding_mask
+from detr_bf.common.masks import Masks
+from detr_bf.common.structures import Batch, Detections, PanopticMap, Target, padding_mask
 
 Size = tuple[int, int]  # height, width in pixels
 
@@ -101,7 +101,7 @@ def cropped(masks: Masks, padded: Size, size: Size) -> Masks:
         logits = F.interpolate(masks.of(row, query)[:, None], size=padded, mode="bilinear")
         return logits[:, 0, : size[0], : size[1]]
 
-    return replace(masks, of=of)
+    return Masks(of, masks.rows, masks.queries)
 
 
 def drawn(objects: Sequence[Sequence[Any]], size: Size) -> Tensor:

@@ -22,7 +22,8 @@ from torch import Tensor
 
 from detr_bf.common.errors import InputError
 from detr_bf.common.files import file_sha256, read_regular, readable_file
-from detr_bf.common.structures import Batch, Masks, Outputs
+from detr_bf.common.masks import Masks
+from detr_bf.common.structures import Batch, Outputs
 from detr_bf.common.text import printable
 from detr_bf.export.graph import (
     MAX_BYTES,

@@ -87,6 +87,9 @@ def _rfdetr() -> Iterator[Format]:
     queries = ("model.enc_out_bbox_embed.0", "model.query_feat")
     sign = "model.backbone.projector.projector_layer"
     yield Format("hf_rfdetr", huggingface.hf_rfdetr, (*queries, sign), "Hugging Face RF-DETR", None, ("mask_token",))
+    inner = (*(f"model.{each}" for each in (*queries, sign)), "segmentation_bias")
+    title = "Hugging Face RF-DETR with a mask head"
+    yield Format("hf_rfdetr_masks", huggingface.hf_rfdetr_masks, inner, title, None, ("mask_token",))
     own = ("model.backbone.projector.scale_layers.0.projector_layer", "model.backbone.backbone.encoder.layer.0.gamma_1")
     yield Format("hf_lwdetr", huggingface.hf_lwdetr, (*queries, *own), "Hugging Face LW-DETR", None, ())
 

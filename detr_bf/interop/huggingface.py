@@ -23,11 +23,12 @@ from detr_bf.interop.official import (
     dfine_fusion,
     dinov2,
     normed_convolution,
+    product_masks,
     rfdetr_queries,
     rtdetr_fusion,
     rtdetr_queries,
 )
-from detr_bf.interop.rules import BODY, Layout, NameRule, rename
+from detr_bf.interop.rules import BODY, Layout, NameRule, rename, within
 
 TIMM_MODULE = "_backbone"  # module around timm's network in some of their detectors
 HGNET_BLOCKS, HGNET_LAYERS = 6, 6  # at most: blocks of a stage of HGNetv2, layers of a block
@@ -156,6 +157,15 @@ def hf_rfdetr(layout: Layout) -> Iterator[NameRule]:
     yield from dinov2("model.backbone.backbone", attention)
     yield from _projection("model.backbone.projector", 0)
     yield from _rfdetr_decoder(layout)
+
+
+def hf_rfdetr_masks(layout: Layout) -> Iterator[NameRule]:
+    """RfDetrForInstanceSegmentation, which contains the detector."""
+    yield from within("model", hf_rfdetr(layout))
+    block = {"depthwise_conv": "depthwise", "layernorm": "norm", "pointwise_conv": "pointwise"}
+    head = {"query_features_block.norm": "query_residual.norm", "query_features_block.mlp.fc1": "query_mlp.layers.0"}
+    head |= {"query_features_block.mlp.fc2": "query_mlp.layers.1", "segmentation_bias": "bias"}
+    yield from product_masks(layout, block, head)
 
 
 def hf_lwdetr(layout: Layout) -> Iterator[NameRule]:

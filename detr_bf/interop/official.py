@@ -9,7 +9,7 @@ This module does not import detectron2.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from detr_bf.interop.rules import BODY, Layout, NameRule, rename, within
 
@@ -496,6 +496,22 @@ def official_rfdetr(layout: Layout) -> Iterator[NameRule]:
     attention = [f"attention.attention.{name}" for name in ("query", "key", "value")]
     yield from dinov2("backbone.0.encoder.encoder", (*attention, "attention.output.dense"))
     yield from _rfdetr_without_backbone(layout)
+    block = {"dwconv": "depthwise", "norm": "norm", "pwconv1": "pointwise"}
+    head = {
+        "query_features_block.norm_in": "query_residual.norm",
+        "query_features_block.layers.0": "query_mlp.layers.0",
+    }
+    head |= {"query_features_block.layers.2": "query_mlp.layers.1", "bias": "bias"}
+    yield from within("segmentation_head", product_masks(layout, block, head))
+
+
+def product_masks(layout: Layout, block: Mapping[str, str], head: Mapping[str, str]) -> Iterator[NameRule]:
+    """Mask head of RF-DETR, by the foreign names of the parts of a block and of other parts but two."""
+    for name, ours in {"spatial_features_proj": "project", "query_features_proj": "project_query", **head}.items():
+        yield rename(name, f"mask_head.{ours}")
+    for layer in range(layout.decoder_layers):
+        for name, ours in block.items():
+            yield rename(f"blocks.{layer}.{name}", f"mask_head.blocks.{layer}.{ours}")
 
 
 def official_lwdetr(layout: Layout) -> Iterator[NameRule]:

@@ -18,6 +18,7 @@ from detr_bf.common.devices import send
 from detr_bf.common.extensions import Registry
 from detr_bf.common.structures import Outputs, PaddedTargets
 from detr_bf.losses.classification import NOT_SUPERVISED, Classification, at_least_float32, check_factors
+from detr_bf.losses.point_masks import mask_costs
 
 # (logits (..., R, Q, K), boxes (..., R, Q, 4), targets) -> (..., R, Q, T), undefined for padding in T
 MatchingCost = Callable[[Tensor, Tensor, PaddedTargets], Tensor]
@@ -60,7 +61,9 @@ class HungarianMatcher:
 
     The cost is ``class_cost`` x the cost of the classification + ``bbox_cost`` x L1 - ``giou_cost`` x generalized IoU,
     which has ``giou_eps`` added to its divisors, here and in the loss (1e-6 in DAB-DETR and its successors), + each of
-    the ``extra`` costs, names of :data:`MATCHING_COSTS`, x its factor.
+    the ``extra`` costs, names of :data:`MATCHING_COSTS`, x its factor. With a mask head that is trained in all layers
+    (RF-DETR), ``mask_cost`` x cross-entropy + ``dice_cost`` x (1 - Dice) of the masks are added, at one random point
+    for each ``cells_per_point`` cells; with ``fixed_points`` these are the same at each call.
     """
 
     classification: Classification
@@ -69,6 +72,10 @@ class HungarianMatcher:
     giou_cost: float = 2.0
     giou_eps: float = 0.0
     extra: Mapping[str, float] = field(default_factory=dict)
+    mask_cost: float = 5.0
+    dice_cost: float = 5.0
+    cells_per_point: int = 16
+    fixed_points: bool = False
     _added: tuple[tuple[str, MatchingCost, float], ...] = field(init=False, repr=False)  # ``extra`` as functions
 
     def __post_init__(self) -> None:
@@ -76,6 +83,7 @@ class HungarianMatcher:
         object.__setattr__(self, "_added", tuple(added))
         costs = {"class_cost": self.class_cost, "bbox_cost": self.bbox_cost, "giou_cost": self.giou_cost}
         check_factors("HungarianMatcher", costs)
+        check_factors("HungarianMatcher", costs | {"mask_cost": self.mask_cost, "dice_cost": self.dice_cost})
 
     def __call__(self, outputs: Outputs, targets: PaddedTargets, repeats: int = 1) -> Matches:
         """Match all layers; each object is matched with up to ``repeats`` queries."""
@@ -114,8 +122,13 @@ class HungarianMatcher:
     def _stacked_cost(self, outputs: Outputs, targets: PaddedTargets) -> Tensor:
         layers, rows, queries = outputs.logits.shape[:3]
         if rows * queries * targets.labels.shape[1] <= STACK_LIMIT:
-            return self.cost(outputs.logits, outputs.boxes, targets)
-        return torch.stack([self.cost(outputs.logits[i], outputs.boxes[i], targets) for i in range(layers)])
+            cost = self.cost(outputs.logits, outputs.boxes, targets)
+        else:
+            cost = torch.stack([self.cost(outputs.logits[i], outputs.boxes[i], targets) for i in range(layers)])
+        if outputs.layer_masks and (self.mask_cost or self.dice_cost):
+            entropy, dice = mask_costs(outputs, targets, self.cells_per_point, fixed=self.fixed_points)
+            cost = bounded(cost + self.mask_cost * entropy + self.dice_cost * dice)
+        return cost
 
     def cost(self, logits: Tensor, boxes: Tensor, targets: PaddedTargets) -> Tensor:
         """logits (..., R, Q, K), boxes (..., R, Q, 4) -> (..., R, Q, T); undefined for padding in T."""
@@ -129,7 +142,12 @@ class HungarianMatcher:
             if added.shape != cost.shape:
                 raise TypeError(f"the matching cost '{name}' must be {tuple(cost.shape)}, got {tuple(added.shape)}")
             cost = cost + factor * added
-        return cost.nan_to_num(UNMATCHABLE, UNMATCHABLE, -UNMATCHABLE)
+        return bounded(cost)
+
+
+def bounded(cost: Tensor) -> Tensor:
+    """Replace costs that are not finite."""
+    return cost.nan_to_num(UNMATCHABLE, UNMATCHABLE, -UNMATCHABLE)
 
 
 def united_pairs(pairs: Tensor) -> Tensor:

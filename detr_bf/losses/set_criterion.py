@@ -11,7 +11,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -24,7 +23,8 @@ from detr_bf.common.boxes import corners_of, generalized_iou, iou
 from detr_bf.common.devices import send, tensor_on
 from detr_bf.common.errors import InputError
 from detr_bf.common.extensions import Registry
-from detr_bf.common.structures import GROUP, Distributions, Masks, Outputs, PaddedTargets, QueryGroup, Target
+from detr_bf.common.masks import Masks, ObjectMasks
+from detr_bf.common.structures import GROUP, Distributions, Outputs, PaddedTargets, QueryGroup, Target
 from detr_bf.losses.classification import (
     NO_OBJECT,
     NOT_SUPERVISED,
@@ -36,6 +36,7 @@ from detr_bf.losses.classification import (
 )
 from detr_bf.losses.distributions import distillation_loss, localization_loss
 from detr_bf.losses.matcher import HungarianMatcher, Matches
+from detr_bf.losses.point_masks import point_losses
 
 STREAM_NAMES = ("clean", "batchformer")
 _REPEATED = re.compile(r".*_(\d+|enc)")  # terms of auxiliary layers and of proposals
@@ -92,6 +93,9 @@ class SetCriterion:
             its size.
         box_weighting: ``iou`` or ``giou`` multiplies the loss of the generalised IoU of each pair with that value,
             without gradient, which also becomes the quality in the classification; or ``none``.
+        mask_weight, dice_weight: weights of the losses of masks. DETR's mask head: focal loss and Dice of all pixels,
+            in the last layer. RF-DETR's: cross-entropy and Dice at points, in all layers, groups and for the
+            proposals, see :mod:`detr_bf.losses.point_masks`.
         mean_of_groups: divide all losses by the number of groups of Group DETR, the main queries included, instead of
             adding those of the groups (LW-DETR, RF-DETR).
 
@@ -132,6 +136,8 @@ class SetCriterion:
         divided by the number of objects times its parts and repeats.
         """
         padded = PaddedTargets.of(targets, outputs.num_streams)
+        if outputs.layer_masks:
+            padded = replace(padded, masks=_object_masks(targets))
         objects = _num_objects(outputs, padded, self.local)
         if self.mean_of_groups:
             objects = objects * (1 + sum(group.parts for group, _ in outputs.groups if group.name == GROUP))
@@ -143,7 +149,7 @@ class SetCriterion:
             + [(predicted, wanted, group.repeats) for group, predicted, wanted in divided if group.assigned is None]
         )
         streams = self._stream_losses(outputs, padded, matches, num_boxes, united)
-        if outputs.masks is not None:
+        if outputs.masks is not None and not outputs.layer_masks:
             by_row = _mask_losses(outputs, outputs.masks, targets, matches)
             streams |= {name: _per_stream(outputs, loss) / num_boxes for name, loss in by_row.items()}
         losses = {  # the mean of the streams; all layers but the last have a number
@@ -258,6 +264,12 @@ class SetCriterion:
             assert united is not None
             of_pairs["loss_fgl"], further["loss_ddf"] = _distribution_losses(
                 outputs, outputs.distributions, targets, matches, united.shares
+            )
+        if outputs.layer_masks:
+            chunks = (x.chunk(len(outputs.logits)) for x in (matches.row, matches.query, matches.target))
+            of_pairs["loss_mask"], of_pairs["loss_dice"] = point_losses(
+                *(outputs, targets, list(zip(*chunks, strict=True)), self.matcher.cells_per_point),
+                fixed=self.matcher.fixed_points,
             )
         averaged = {
             name: _per_stream(outputs, _by_row(outputs, matches, losses)) / num_boxes.to(losses.dtype)
@@ -401,13 +413,17 @@ def _per_stream(outputs: Outputs, by_row: Tensor) -> Tensor:
     return by_row.unflatten(1, (outputs.num_streams, -1)).sum(2)
 
 
+def _object_masks(targets: Sequence[Target]) -> ObjectMasks:
+    known = [image.masks for image in targets if image.masks is not None]
+    assert len(known) == len(targets), "a detector with a mask head is trained on masks"
+    return ObjectMasks.of(known)
+
+
 def _mask_losses(outputs: Outputs, masks: Masks, targets: Sequence[Target], matches: Matches) -> dict[str, Tensor]:
     """Return the mask losses of the last layer, summed by row: (1, R) by name."""
     last = len(matches.row) // len(outputs.logits)  # pairs of a layer
     row, query, target = (x[len(x) - last :] for x in (matches.row, matches.query, matches.target))
-    known = [image.masks for image in targets if image.masks is not None]
-    assert len(known) == len(targets), "a detector with a mask head is trained on masks"
-    wanted = padded_masks(known, row % len(targets), target)
+    wanted = _object_masks(targets).select(row % len(targets), target)
     empty = torch.zeros(masks.rows, device=row.device)
     focal, dice = mask_losses(at_least_float32(masks.of(row, query)), wanted)
     return {
@@ -443,11 +459,3 @@ def mask_losses(logits: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
     overlap = 2 * (probability * target).sum(1)
     dice = 1 - (overlap + 1) / (probability.sum(1) + target.sum(1) + 1)
     return focal, dice
-
-
-def padded_masks(masks: Sequence[Tensor], image: Tensor, target: Tensor) -> Tensor:
-    """Select mask ``target`` (M,) of ``image`` (M,) from the masks (T, h, w) of each image, padded: (M, H, W) bool."""
-    height, width = (max(x.shape[dim] for x in masks) for dim in (1, 2))
-    padded = torch.cat([F.pad(x, (0, width - x.shape[2], 0, height - x.shape[1])) for x in masks])
-    first = tensor_on(image.device, list(accumulate((len(x) for x in masks[:-1]), initial=0)))
-    return padded[first[image] + target]

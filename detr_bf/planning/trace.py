@@ -366,12 +366,17 @@ def fused_attention(
     return result
 
 
-def _masks(outputs: Outputs) -> Tensor | None:
-    """Return the masks of the matched queries."""
-    if outputs.masks is None:
-        return None
-    index = torch.zeros(outputs.masks.rows * min(OBJECTS, outputs.masks.queries), dtype=torch.int64)
-    return outputs.masks.of(index, index)
+def _masks(outputs: Outputs) -> list[Tensor]:
+    """Return the masks of the matched queries, of RF-DETR those of all layers, groups and proposals."""
+    found = [] if outputs.proposals is None else _masks(outputs.proposals)
+    for parts, part in ((1, outputs), *((group.parts, part) for group, part in outputs.groups)):
+        for masks in part.layer_masks:
+            count = min(OBJECTS * parts, masks.queries)
+            found.append(masks.by_row(torch.zeros(masks.rows * count, dtype=torch.int64), [count] * masks.rows))
+    if outputs.masks is not None and not outputs.layer_masks:
+        index = torch.zeros(outputs.masks.rows * min(OBJECTS, outputs.masks.queries), dtype=torch.int64)
+        found.append(outputs.masks.of(index, index))
+    return found
 
 
 def _losses(config: DetectionConfig, outputs: Outputs) -> list[Tensor]:

@@ -76,6 +76,7 @@ class Decoder(nn.Module):
         main, *_ = self.sizes_of(first)
         base, streams = queries.reference, memory.num_streams
         predictions: list[Sequence[Tensor]] = []
+        states: list[Tensor] = []
         for index, layer in enumerate(self.layers):
             if self.batch_former is not None:
                 queries, memory, base = self._batch_attention(queries, memory, base, layer=index, main=main)
@@ -84,6 +85,7 @@ class Decoder(nn.Module):
                 base = base if self.look_forward_twice and index else queries.reference
             queries = replace(queries, content=layer(queries, memory))
             state = self.norm(queries.content)
+            states.append(state)
             predictions.append(self.heads(index, state, base))
             if self.refine and index + 1 < len(self.layers):
                 refined = predictions[-1][1]
@@ -95,26 +97,29 @@ class Decoder(nn.Module):
         if memory.num_streams > streams:  # forked between the queries
             first = first.fork(first.content)
             predictions = [tuple(in_streams(x, len(state)) for x in parts) for parts in predictions]
-        return self.outputs_of(first, predictions, state, memory.num_streams)
+            states = [in_streams(x, len(state)) for x in states]
+        return self.outputs_of(first, predictions, states, memory.num_streams)
 
     def outputs_of(
-        self, first: Queries, predictions: Sequence[Sequence[Tensor]], state: Tensor, num_streams: int
+        self, first: Queries, predictions: Sequence[Sequence[Tensor]], states: Sequence[Tensor], num_streams: int
     ) -> Outputs:
         """Stack the predictions of the layers, and divide them among the main queries and the groups.
 
         Args:
             first: queries of the first layer, with all streams.
             predictions: logits and boxes of each layer.
-            state: (R, Q, C), input of the last layer's heads.
+            states: (R, Q, C) each, inputs of the heads of all layers, or of the last.
         """
+        sizes = self.sizes_of(first)
         parts = [
-            torch.stack(layers).split(self.sizes_of(first), 2)
+            torch.stack(layers).split(sizes, 2)
             for layers in zip(*predictions if self.aux_loss else predictions[-1:], strict=True)
         ]
-        main, *others = (Outputs(logits, boxes, num_streams) for logits, boxes in zip(*parts, strict=True))
-        groups = tuple(zip(first.groups, others, strict=True))
-        states = state[:, : main.logits.shape[2]]
-        return replace(main, proposals=first.proposals, states=states, groups=groups)
+        divided = zip(*(state.split(sizes, 1) for state in (states if self.aux_loss else states[-1:])), strict=True)
+        main, *others = (
+            Outputs(logits, boxes, num_streams, states=own) for logits, boxes, own in zip(*parts, divided, strict=True)
+        )
+        return replace(main, proposals=first.proposals, groups=tuple(zip(first.groups, others, strict=True)))
 
     @staticmethod
     def sizes_of(queries: Queries) -> list[int]:

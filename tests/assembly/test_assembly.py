@@ -15,9 +15,10 @@ from detr_bf.common.errors import InputError
 from detr_bf.common.settings import setting
 from detr_bf.common.structures import Batch
 from detr_bf.config import load_config
-from detr_bf.detectors import DETECTORS, Detector, Options
+from detr_bf.detectors import DETECTORS, Detector, MaskHead, Options
 from detr_bf.detectors.declaration import declare
 from detr_bf.detectors.detr import detr
+from detr_bf.detectors.product_masks import ProductMaskHead
 from detr_bf.losses import CrossEntropy, Focal
 
 SMALL = [
@@ -197,6 +198,14 @@ def test_settings_another_detector_would_use_are_told(caplog: pytest.LogCaptureF
             ["loss.fgl_weight=1", "loss.union=false"],
             "model.name=detr does not use loss.fgl_weight, loss.union",
         ),
+        (
+            ["model.masks=true", "loss.mask_cells_per_point=8", "loss.matcher.mask_cost=1"],
+            "model.name=detr does not use loss.mask_cells_per_point, loss.matcher.mask_cost",
+        ),
+        (
+            ["model.masks=true", "model.rfdetr.mask_stride=8"],
+            "model.name=detr does not use model.rfdetr.mask_stride",
+        ),
     ],
 )
 def test_settings_of_other_losses_and_of_no_queries_are_told(
@@ -229,6 +238,24 @@ def test_settings_that_rtdetr_does_not_have(name: str, setting: str, said: str) 
     settings = [*SMALL, f"model.name={name}", "model.backbone.strides=[8,16,32]", "loss.classification=focal", setting]
     with pytest.raises(InputError, match=said.format(name=name)):
         build_model(load_config(None, settings), num_classes=5)
+
+
+def test_the_mask_head_of_rfdetr() -> None:
+    """By default its own, over the maps of the detector alone; or DETR's, over finer ones too."""
+    rfdetr = ["model.name=rfdetr", "model.encoder_layers=0", "model.rfdetr.cross_heads=4", "loss.classification=focal"]
+    given = [*SMALL, *rfdetr, "model.masks=true", "model.decoder_layers=3"]
+    own = load_config(None, [*given, "model.rfdetr.mask_stride=8", "loss.mask_cells_per_point=9"])
+    model = build_model(own, num_classes=5)
+    assert isinstance(model.mask_head, ProductMaskHead)
+    assert (model.mask_head.stride, len(model.mask_head.blocks), len(model.backbone.channels)) == (8, 3, 1)
+    for local in (False, True):
+        matcher = build_criterion(own, local=local).matcher
+        assert (matcher.mask_cost, matcher.dice_cost, matcher.cells_per_point) == (5.0, 5.0, 9)
+        assert matcher.fixed_points == local, "evaluation changes no random numbers of training"
+    other = build_model(load_config(None, [*given, "model.rfdetr.mask_head=detr"]), num_classes=5)
+    assert isinstance(other.mask_head, MaskHead)
+    assert len(other.backbone.channels) == 4
+    assert build_model(load_config(None, [*SMALL, *rfdetr]), num_classes=5).mask_head is None
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,23 @@ from detr_bf.batchformer import BatchFormerV2
 from detr_bf.common.structures import FeatureMap, Outputs
 from detr_bf.detectors import Detector, MaskHead
 from detr_bf.detectors.mask_head import AttentionMaps, box_coverage
-from tests.detectors.tiny import CHANNELS, DETECTORS, DIM, IMAGES, LAYERS, Averages, images, model, with_fixed_norms
+from tests.detectors.tiny import (
+    CHANNELS,
+    DETECTORS,
+    DIM,
+    IMAGES,
+    LAYERS,
+    QUERIES,
+    Averages,
+    images,
+    model,
+    shaken,
+    with_fixed_norms,
+)
 
 HEADS = 2
-
+PRODUCTS = "rfdetr_products"  # RF-DETR with its own mask head
+NAMES = [*DETECTORS, PRODUCTS]
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -26,7 +39,9 @@ def batch_former(**settings: object) -> BatchFormerV2:
 
 
 def with_masks(name: str = "detr", **changes: object) -> Detector:
-    """Build the detector with a mask head that reads two maps finer than those of the tokens."""
+    """Build the detector with a mask head, one of DETR that reads two maps finer than those of the tokens."""
+    if name == PRODUCTS:
+        return model("rfdetr", masks=True, **changes)
     finer = DETECTORS[name][0] + 1
     head = MaskHead(DIM, heads=HEADS, finer_channels=[CHANNELS] * finer, see_boxes=name != "detr")
     detector = model(name, mask_head=head, **changes)
@@ -54,7 +69,7 @@ def test_attention_is_shared_among_all_heads_and_places() -> None:
     assert not found[..., padding[0]].any()
 
 
-@pytest.mark.parametrize("name", DETECTORS)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_mask_does_not_depend_on_which_others_are_asked_for(name: str) -> None:
     """Compare value and gradients of masks computed only for the matched queries."""
     detector = with_masks(name, batch_former=batch_former(dropout=0.0), dropout=0.0).train()
@@ -80,13 +95,14 @@ def test_cells_that_a_box_covers() -> None:
     torch.testing.assert_close(found[1, 0], down[:, None] * across)
 
 
-def test_no_mask_at_all() -> None:
+@pytest.mark.parametrize("name", ["detr", PRODUCTS])
+def test_no_mask_at_all(name: str) -> None:
     nothing = torch.empty(0, dtype=torch.int64)
-    masks = with_masks()(images()).masks
+    masks = with_masks(name)(images()).masks
     assert masks.of(nothing, nothing).shape == (0, 8, 12)
 
 
-@pytest.mark.parametrize("name", DETECTORS)
+@pytest.mark.parametrize("name", NAMES)
 def test_every_detector_has_a_mask_for_every_query(name: str) -> None:
     detector = with_masks(name).train()
     batch = images()
@@ -99,7 +115,7 @@ def test_every_detector_has_a_mask_for_every_query(name: str) -> None:
     assert any(parameter.grad is not None for parameter in encoder), "trained jointly"
 
 
-@pytest.mark.parametrize("name", DETECTORS)
+@pytest.mark.parametrize("name", NAMES)
 def test_masks_of_two_streams(name: str) -> None:
     """The first half equals the evaluation outputs; the second half sees the same images."""
     detector = with_masks(name, dropout=0.0, batch_former=batch_former(dropout=0.0))
@@ -147,9 +163,10 @@ def frozen(*, keep_dropout: bool = False, **changes: object) -> Detector:
     return detector
 
 
+@pytest.mark.parametrize("name", ["detr", PRODUCTS])
 @pytest.mark.parametrize("attends", [False, True])
-def test_the_mask_stage_changes_no_tensor_of_the_detector(attends: bool) -> None:
-    detector = frozen(dropout=0.5, batch_former=batch_former() if attends else None)
+def test_the_mask_stage_changes_no_tensor_of_the_detector(name: str, attends: bool) -> None:
+    detector = frozen(name=name, dropout=0.5, batch_former=batch_former() if attends else None)
     before = state(detector)
     train_a_little(detector)
     changed = {name for name, tensor in state(detector).items() if not torch.equal(tensor, before[name])}
@@ -182,3 +199,41 @@ def test_dropout_can_be_kept_as_the_authors_have_it() -> None:
     train_a_little(detector)
     changed = {name for name, tensor in state(detector).items() if not torch.equal(tensor, before[name])}
     assert changed == {name for name in before if name.startswith("mask_head.")}, "batch norms stay as they are"
+
+
+def test_masks_of_products() -> None:
+    """Masks of all layers, groups and proposals: computed one by one, by row, and at points."""
+    detector = shaken(with_masks(PRODUCTS, dropout=0.0)).train()
+    outputs = detector(images())
+    assert outputs.proposals is not None
+    parts = (outputs, outputs.groups[0][1], outputs.proposals, outputs.proposals.groups[0][1])
+    assert [len(part.layer_masks) for part in parts] == [2, 2, 1, 1]
+    assert torch.equal(outputs.masks.all(), outputs.layer_masks[-1].all())
+    for masks in (masks for part in parts for masks in part.layer_masks):
+        every = masks.all()
+        assert every.shape == (IMAGES, QUERIES, 8, 12)
+        products = torch.einsum("rqc,rchw->rqhw", masks.vectors, masks.maps) + detector.mask_head.bias
+        torch.testing.assert_close(every, products)
+        query = torch.tensor([3, 0, 2])
+        torch.testing.assert_close(masks.by_row(query, [1, 2]), every[[0, 1, 1], query])
+        cells = torch.cartesian_prod(torch.arange(8), torch.arange(12))
+        centres = (cells.flip(1) + 0.5) / torch.tensor([12, 8])
+        torch.testing.assert_close(masks.at(centres).unflatten(2, (8, 12)), every)
+        torch.testing.assert_close(masks.at(torch.tensor([[0.0, 1.0]]))[..., 0], every[..., -1, 0])
+        between = torch.tensor([[1 / 12, 1 / 8]])  # the corner of four cells
+        torch.testing.assert_close(masks.at(between)[..., 0], every[..., :2, :2].mean((2, 3)))
+    assert detector.eval()(images()).groups == ()
+
+
+def test_the_size_of_the_masks_of_products() -> None:
+    detector = model("rfdetr", masks=True)
+    detector.mask_head.stride = 8
+    assert detector(images()).masks.all().shape[2:] == (4, 6)
+
+
+def test_products_without_auxiliary_losses() -> None:
+    """All blocks are used, and only the last layer has masks."""
+    detectors = [shaken(model("rfdetr", masks=True, dropout=0.0, aux_loss=aux)).train() for aux in (True, False)]
+    both, last = (detector(images()) for detector in detectors)
+    assert len(last.layer_masks) == 1
+    torch.testing.assert_close(last.masks.all(), both.masks.all())

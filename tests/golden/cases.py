@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from detr_bf.batchformer import BatchFormerV2
-from detr_bf.common.structures import FeatureMap, Masks, Outputs, PaddedTargets, QueryGroup, Target, resize_mask
+from detr_bf.common.masks import Masks
+from detr_bf.common.structures import FeatureMap, Outputs, PaddedTargets, QueryGroup, Target, resize_mask
 from detr_bf.detectors import DETECTORS, Detector, MaskHead, Options
 from detr_bf.detectors.denoising import ContrastiveDenoising
 from detr_bf.detectors.groups import ONE_TO_MANY, query_groups

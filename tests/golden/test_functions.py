@@ -11,7 +11,8 @@ from torch import Tensor
 from torchvision.ops import FrozenBatchNorm2d, box_convert
 
 from detr_bf.common.boxes import generalized_iou, inverse_sigmoid
-from detr_bf.common.structures import Masks, Outputs, Target, TokenBatch
+from detr_bf.common.masks import Masks
+from detr_bf.common.structures import Outputs, Target, TokenBatch
 from detr_bf.detectors.dab_detr import EPS, box_sine
 from detr_bf.detectors.deformable_detr import cell_centres
 from detr_bf.detectors.two_stage import anchor_boxes, inverse_of_anchors

@@ -55,7 +55,7 @@ def theirs() -> nn.Module:
     return shaken(RfDetrForObjectDetection(config)).eval()
 
 
-def ours() -> Detector:
+def ours(*, masks: bool = False) -> Detector:
     vit = VitOptions(
         global_blocks=[1, 3, 4],
         antialias=True,
@@ -79,10 +79,10 @@ def ours() -> Detector:
         frozen_norm=False,
         vit=vit,
     )
-    return detector_over(backbone)
+    return detector_over(backbone, masks=masks)
 
 
-def detector_over(backbone: Backbone, **own: Any) -> Detector:
+def detector_over(backbone: Backbone, *, masks: bool = False, **own: Any) -> Detector:
     """Build our detector; ``own`` are options of RF-DETR and LW-DETR."""
     options = Options(
         num_logits=CLASSES,
@@ -94,13 +94,14 @@ def detector_over(backbone: Backbone, **own: Any) -> Detector:
         dropout=0.0,
         num_queries=QUERIES,
         groups=query_groups(QUERIES, group_detr=GROUPS),
+        masks=masks,
     )
     return DETECTORS["rfdetr"](backbone, backbone.channels, options, cross_heads=8, **own)
 
 
-def pixels() -> torch.Tensor:
+def pixels(side: int = SIDE) -> torch.Tensor:
     torch.manual_seed(1)
-    return torch.randint(256, (2, 3, SIDE, SIDE), dtype=torch.uint8)
+    return torch.randint(256, (2, 3, side, side), dtype=torch.uint8)
 
 
 def normalised(images: torch.Tensor, model: Detector) -> torch.Tensor:

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from pycocotools import mask as coco_mask
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from detr_bf.common.structures import Masks, Outputs, PanopticMap, Target
+from detr_bf.common.masks import Masks
+from detr_bf.common.structures import Outputs, PanopticMap, Target
 from detr_bf.losses import CrossEntropy, Focal
 from detr_bf.losses.postprocess import PanopticPostprocess, Postprocess
 from tests.references.examples import random_outputs, random_targets

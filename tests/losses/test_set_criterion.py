@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torchvision.ops import box_convert, box_iou, generalized_box_iou
 
-from detr_bf.common.structures import Masks, Outputs, PaddedTargets, QueryGroup, Target
+from detr_bf.common.masks import Masks, ObjectMasks
+from detr_bf.common.structures import Outputs, PaddedTargets, QueryGroup, Target
 from detr_bf.losses import (
     LOGGED_METRICS,
     CrossEntropy,
@@ -21,7 +22,7 @@ from detr_bf.losses import (
     LossReport,
     SetCriterion,
 )
-from detr_bf.losses.set_criterion import mask_losses, padded_masks
+from detr_bf.losses.set_criterion import mask_losses
 from tests.references.examples import random_outputs, random_targets
 from tests.references.set_criterion import image_cost, match, set_losses
 
@@ -389,7 +390,7 @@ def test_a_perfect_mask_costs_nothing() -> None:
 
 def test_masks_are_padded_to_the_largest_of_the_batch() -> None:
     masks = [torch.rand(count, *size) < 0.5 for count, size in zip((2, 0, 3), SIZES, strict=True)]
-    found = padded_masks(masks, torch.tensor([2, 0, 2]), torch.tensor([1, 0, 2]))
+    found = ObjectMasks.of(masks).select(torch.tensor([2, 0, 2]), torch.tensor([1, 0, 2]))
     assert found.shape == (3, 16, 20)
     for padded, mask in zip(found, (masks[2][1], masks[0][0], masks[2][2]), strict=True):
         height, width = mask.shape

@@ -111,7 +111,7 @@ def kept_by_a_real_run(config: DetectionConfig) -> int:
             for part in predicted
             for logits in part.logits.chunk(part.num_streams, 1)
         ]
-    for tensor in (batch.images, batch.padding_mask, outputs.states, *groups, *losses):
+    for tensor in (batch.images, batch.padding_mask, *outputs.states, *groups, *losses):
         see(tensor)
     if batch.references is not None:
         see(batch.references)
@@ -248,6 +248,19 @@ def test_frozen_first_stages_have_no_backward_pass() -> None:
     assert {item.times for item in plain} == {3}
     assert [item.times for item in frozen] == [1] * 5 + [3] * (len(plain) - 5)
     assert [item.flops for item in frozen] == [item.flops for item in plain]
+
+
+def test_rfdetr_holds_the_masks_of_all_layers_groups_and_proposals() -> None:
+    """Two layers and the proposals, of the main queries and one more group, for the six rows of two streams."""
+    settings = (*DETECTORS["rfdetr"], "model.masks=true")
+    without, found, coarse = (
+        trace(tiny(*each), CLASSES, SIZE, device="cpu").kept
+        for each in (DETECTORS["rfdetr"], settings, (*settings, "model.rfdetr.mask_stride=8"))
+    )
+    queries = 6  # fewer than the objects that are assumed
+    masks = 3 * 2 * 6 * queries * 4 * SIZE[0] // 4 * SIZE[1] // 4
+    assert found - without > masks
+    assert found - coarse > masks * 3 // 4
 
 
 def test_a_frozen_detector_has_no_backward_pass() -> None:

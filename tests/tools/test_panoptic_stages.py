@@ -71,6 +71,23 @@ def test_both_stages(stuff: SimpleNamespace, batch_former: str, capsys: pytest.C
     assert len([record for record in records(masks / "metrics.jsonl", "val") if record["PQ"] is not None]) == 2
 
 
+def test_the_mask_head_of_rfdetr_is_trained_with_the_boxes(stuff: SimpleNamespace) -> None:
+    """On things and stuff, with two streams."""
+    rfdetr = ["model.name=rfdetr", "model.encoder_layers=0", "model.groups.group_detr=2", "loss.classification=ia_bce"]
+    given = [*MASKS, *rfdetr, "model.rfdetr.cross_heads=4", "batch_former.enabled=true"]
+    assert run(stuff, "whole", *given, "report=true") == 0
+    whole = stuff.folder / "whole"
+    check_panoptic_results(stuff, whole)
+    steps = records(whole / "metrics.jsonl", "train")
+    ends = ("", "_0", "_enc", "_group", "_group_0", "_group_enc")
+    assert {f"loss_{name}{end}" for name in ("mask", "dice") for end in ends} <= steps[0].keys()
+    assert "stream/batchformer/loss_mask_group" in steps[0]
+    assert run(stuff, "plain", *given, "eval.loss=false", "eval.panoptic.threshold=0.9") == 0
+    weights = [load_checkpoint(stuff.folder / name / "last.pt").model for name in ("whole", "plain")]
+    same = all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
+    assert same, "evaluation draws no random numbers of training"
+
+
 def check_panoptic_results(stuff: SimpleNamespace, folder: Path) -> None:
     written = json.loads((folder / "panoptic.json").read_text())
     sizes = {image["id"]: (image["height"], image["width"]) for image in stuff.val.content["images"]}
