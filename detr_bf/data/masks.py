@@ -26,7 +26,7 @@ from detr_bf.data.annotation_values import MAX_ID, is_id, value_text
 from detr_bf.data.images import MAX_PIXELS, image_bytes, is_deep, open_image
 
 _MIN_NUMBERS = 6  # x and y of the three corners of the smallest polygon
-_FARTHEST = 1e6  # pixels; pycocotools allocates memory for every pixel on an outline
+FARTHEST = 1e6  # pixels; pycocotools allocates memory for every pixel on an outline
 _MAX_MASK = 2**32 - 1  # pixels; pycocotools counts them with 32 bits
 _MAX_CHARACTERS = 7  # of one number in compressed run lengths, five bits each
 
@@ -82,6 +82,11 @@ class Segmentations:
         return coco_mask.merge(found)
 
 
+def has_mask(annotation: Mapping[str, Any]) -> bool:
+    """Return True if an annotation of a detection file has a segmentation; some tools write [] for a box alone."""
+    return annotation.get("segmentation") not in (None, [])
+
+
 def parts_of(segmentation: object, size: tuple[int, int] | None = None) -> tuple[Part, ...]:
     """Return the parts of a COCO ``segmentation``: polygons, or run lengths, compressed or not.
 
@@ -124,8 +129,13 @@ def _is_large(points: list[float], size: tuple[int, int]) -> bool:
     left, top, right, bottom = min(xs), min(ys), max(xs), max(ys)
     if left < 0 or top < 0 or right > size[1] or bottom > size[0]:
         return False
-    twice = sum(map(mul, xs, ys[1:] + ys[:1])) - sum(map(mul, ys, xs[1:] + xs[:1]))
-    return abs(twice) / 2 > right - left + bottom - top
+    return polygon_area(points) > right - left + bottom - top
+
+
+def polygon_area(points: Sequence[float]) -> float:
+    """Return the area of a polygon x1, y1, x2, y2, ... without crossings, by the shoelace formula."""
+    xs, ys = points[::2], points[1::2]
+    return abs(sum(map(mul, xs, [*ys[1:], ys[0]])) - sum(map(mul, ys, [*xs[1:], xs[0]]))) / 2
 
 
 def _polygon(points: object) -> np.ndarray:
@@ -135,7 +145,7 @@ def _polygon(points: object) -> np.ndarray:
     except ValueError:  # lists of different lengths
         array = np.array(None)
     numbers = array.ndim == 1 and array.dtype.kind in "if" and np.isfinite(array).all()
-    if not numbers or len(array) % 2 or (np.abs(array) > _FARTHEST).any():
+    if not numbers or len(array) % 2 or (np.abs(array) > FARTHEST).any():
         raise ValueError(f"polygon {value_text(points)}, expected numbers x, y, x, y, ... in pixels")
     return array.astype(np.float64)
 

@@ -23,7 +23,7 @@ from detr_bf.config import DetectionConfig, load_config, own_settings, packaged_
 from detr_bf.config.common import AUTO
 from detr_bf.config.data import DataConfig
 from detr_bf.data.coco import read_annotations
-from detr_bf.data.formats import read_folder
+from detr_bf.data.formats import MASK_SPLITS, read_folder
 from detr_bf.inference.loading import VAL_NAMES, load, recipe_file
 from detr_bf.inference.predictor import Predictor
 from detr_bf.interop.published import get_published, published_for
@@ -252,7 +252,8 @@ def chosen_settings(files: Sequence[Path], given: Sequence[str], augment: str | 
         raise InputError(f"augment must be one of {', '.join(AUGMENTATION)}, or None; got {printable(repr(augment))}")
     names, chosen = {each.partition("=")[0].strip() for each in given}, list[str]()
     if not any(name.startswith(_SPLIT_SETTINGS) for name in names):
-        chosen += folder_splits(load_config(files, given, task="detection").data)
+        planned: DetectionConfig = load_config(files, given, task="detection")
+        chosen += folder_splits(planned.data, planned.model.masks)
     config: DetectionConfig = load_config(files, [*given, *chosen], task="detection")
     train, images = config.train, _train_images(config)
     steps = max(1, math.ceil(images / (train.batch_size * train.accumulate)))
@@ -264,10 +265,11 @@ def chosen_settings(files: Sequence[Path], given: Sequence[str], augment: str | 
     return augment, chosen + [f"{name}={value}" for name, value in settings.items() if name not in names]
 
 
-def folder_splits(data: DataConfig) -> list[str]:
+def folder_splits(data: DataConfig, masks: bool = False) -> list[str]:
     """Return the settings of the splits of the folder ``data.root``, or of a division of its images.
 
-    They replace the splits that a config has for the folder of its own. Without ``data.root`` there are none.
+    They replace the splits that a config has for the folder of its own. Without ``data.root`` there are none. With
+    ``masks`` the splits whose images have masks are taken, if the folder has such (Pascal VOC).
 
     Raises:
         InputError: the folder has splits, and it is not clear which one is for training.
@@ -276,9 +278,11 @@ def folder_splits(data: DataConfig) -> list[str]:
         return []
     folder = read_folder(Path(data.root), data.format)
     first = {name.split("/")[0] for name in folder.split_names} | set(folder.splits)
-    known = {name.lower(): name for name in sorted(first)}
+    of_masks = {name for name in folder.splits if name.startswith(MASK_SPLITS)}
+    first = of_masks if masks and of_masks else first - of_masks
+    known = {name.removeprefix(MASK_SPLITS).lower(): name for name in sorted(first)}
     train, val = (next((known[name] for name in names if name in known), "") for names in (TRAIN_NAMES, VAL_NAMES))
-    if not train and (folder.splits or any(name in known for name in (*VAL_NAMES, *_OTHER_NAMES))):
+    if not train and (first & set(folder.splits) or any(name in known for name in (*VAL_NAMES, *_OTHER_NAMES))):
         raise InputError(
             f"{printable(data.root)} has no split train; its splits: {folder.known_splits}. Give "
             "overrides=['data.train.split=NAME', 'data.val.split=NAME'] (or data.val_fraction=0.2 for the second)"
