@@ -133,6 +133,7 @@ def _images_without_size(split: Split) -> Iterator[str]:
     "error",
     "mask-missing",
     "the object has a box and no mask: draw its outline, or train boxes alone (model.masks=false)",
+    examples=5,
 )
 def _objects_without_mask(split: Split) -> Iterator[str]:
     if split.masks and split.content.maps is None:

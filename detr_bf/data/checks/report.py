@@ -107,10 +107,11 @@ class Split:
         """Annotations of a detection file without mask, with an invalid one, and with one outside the image."""
         missing, invalid, empty = [], [], []
         for annotation in self.content.annotations:  # crowds too: the evaluation ignores detections in them
-            if not has_mask(annotation):
-                missing.append(annotation_text(annotation))
-                continue
             image = self.images.get(annotation["image_id"])
+            if not has_mask(annotation):
+                file = f", {printable(image['file_name'])}" if image else ""
+                missing.append(f"{box_text(annotation)}{file}")
+                continue
             size = self.size(image) if image else None
             try:
                 parts = parts_of(annotation.get("segmentation"), size)

@@ -230,7 +230,8 @@ def _object_masks(path: Path, objects: int, size: tuple[int, int] | None) -> lis
     most = int(pixels.max(initial=0, where=pixels != _VOID))
     if most > objects:
         raise ValueError(f"pixels of object {most}, the XML file has {counted(objects, 'object')}")
-    return coco_mask.encode(np.asfortranarray(pixels[:, :, None] == numbers, dtype=np.uint8)) if objects else []
+    masks = (np.ascontiguousarray(pixels.T) == numbers[:, None, None]).view(np.uint8).T  # (H, W, N), column by column
+    return coco_mask.encode(masks) if objects else []
 
 
 class _NoDoctype(ElementTree.TreeBuilder):

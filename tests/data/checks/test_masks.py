@@ -209,7 +209,7 @@ def test_objects_without_a_usable_segmentation(coco_folder: Factory, tmp_path: P
     annotations[5]["segmentation"] = []
     missing, finding = segmentation_findings(data, tmp_path / "cache").findings
     assert (missing.severity, missing.code, missing.count) == ("error", "mask-missing", 3), "crowds are read too"
-    assert missing.example == "annotation 2 of image 1"
+    assert missing.example.startswith("annotation 2 of image 1: bbox [34, 26, 24, 17], 0001.png; annotation 5 of")
     assert (finding.severity, finding.code, finding.count) == ("error", "segmentation-unusable", 1)
     assert finding.example.startswith("annotation 3 of image 2: run lengths are for 48 x 64 pixels")
     assert segmentation_findings(data, tmp_path / "cache", masks=False).findings == ()

@@ -118,7 +118,7 @@ def test_yolo_polygons_with_a_value_that_is_no_fraction(tmp_path: Path, value: s
 
 def test_objects_without_mask_are_an_error_of_the_checks_with_masks_alone(tmp_path: Path) -> None:
     root = yolo(tmp_path, "1 0.1 0.2 0.5 0.2 0.5 0.6\n0 0.25 0.5 0.5 1\n")
-    assert codes(root) == [("mask-missing", 1, "annotation 2 of image 1")]
+    assert codes(root) == [("mask-missing", 1, "annotation 2 of image 1: bbox [0.0, 0.0, 10.0, 10.0], images/a.jpg")]
     assert codes(root, masks=False) == []
 
 
@@ -128,6 +128,18 @@ def test_a_polygon_without_area_is_told_with_masks(tmp_path: Path) -> None:
     assert [(each.code, each.example) for each in report.findings if each.code == "mask-outside"] == [
         ("mask-outside", "annotation 2 of image 1 in 20 x 10 pixels")
     ]
+
+
+def test_polygons_refer_to_the_image_after_its_rotation(tmp_path: Path) -> None:
+    root = yolo(tmp_path, "0 0.5 0 1 0 1 0.25 0.5 0.25\n")
+    exif = Image.Exif()
+    exif[0x0112] = 6  # a quarter turn: 10 x 20 pixels are shown
+    Image.new("RGB", SIZE).save(root / "images/a.jpg", exif=exif)
+    assert objects(root)[0]["segmentation"] == [[5, 0, 10, 0, 10, 5, 5, 5]]
+    [mask] = masks(root)
+    assert mask.shape == (20, 10)
+    assert mask[:5, 5:].all()
+    assert mask.sum() == 25
 
 
 def test_fingerprint_and_boxes_without_masks_do_not_depend_on_polygons(tmp_path: Path) -> None:
@@ -191,7 +203,7 @@ def test_a_voc_object_without_pixels_has_no_mask(tmp_path: Path) -> None:
     root = voc(tmp_path, pixels)
     assert ["segmentation" in each for each in objects(root)] == [False, True]
     assert objects(root)[0]["area"] == 16
-    assert codes(root) == [("mask-missing", 1, "annotation 1 of image 1")]
+    assert codes(root) == [("mask-missing", 1, "annotation 1 of image 1: bbox [0.0, 0.0, 4.0, 4.0], JPEGImages/a.jpg")]
 
 
 def test_voc_without_png_files_is_as_before(tmp_path: Path) -> None:
@@ -301,7 +313,7 @@ def test_a_group_of_labelme_is_one_object(tmp_path: Path) -> None:
     }
     assert dog["bbox"] == [12, 1, 2, 2]
     assert mixed == {"bbox": [0, 0, 10, 6], "area": 60}
-    assert codes(root) == [("mask-missing", 1, "annotation 3 of image 1")]
+    assert codes(root) == [("mask-missing", 1, "annotation 3 of image 1: bbox [0.0, 0.0, 10.0, 6.0], a.jpg")]
 
 
 @pytest.mark.parametrize(
