@@ -81,6 +81,8 @@ def read_voc(root: Path, names: Sequence[str]) -> DataFolder:
     images |= _images_elsewhere(root, names, files, images)
     labelled = [_read_image(root, name, images.get(stem)) for stem, name in files.items()]
     _add_masks(root, {maps[stem]: image for stem, image in zip(files, labelled, strict=True) if stem in maps})
+    if alone := maps.keys() - files.keys():
+        logger.warning("%s: %d PNG files in SegmentationObject belong to no XML file", printable(root), len(alone))
     if unlabelled := sum(map(is_image, names)) - len(images):
         logger.info("%s: %d images have no XML file and are left out", printable(root), unlabelled)
     if difficult := sum(one["iscrowd"] for image in labelled for one in image.objects):

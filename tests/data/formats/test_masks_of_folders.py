@@ -238,6 +238,13 @@ def test_a_voc_png_that_is_damaged_is_left_out(tmp_path: Path, caplog: pytest.Lo
     assert "the masks of 1 image are left out" in caplog.text
 
 
+def test_voc_png_files_without_xml_file_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    root = voc(tmp_path, object_pixels())
+    (root / "SegmentationObject/a.png").rename(root / "SegmentationObject/b.png")
+    assert not any("segmentation" in each for each in objects(root))
+    assert "1 PNG files in SegmentationObject belong to no XML file" in caplog.text
+
+
 def test_the_lists_of_segmentation_are_splits_of_their_own(tmp_path: Path) -> None:
     root = voc(tmp_path, object_pixels())
     put(root / "ImageSets/Main/train.txt", "a\n")
