@@ -134,6 +134,7 @@ detr-bf finetune photos/                                     # the run is writte
 detr-bf finetune photos/ --output runs/mine --model dino_r50_4scale train.epochs=12
 detr-bf finetune photos/ --model small train.minutes=15      # a small detector, without a GPU
 detr-bf finetune photos/ --init-from detr_r50 --model detr_r50
+detr-bf finetune photos/ --masks                             # boxes and instance masks, of labels with outlines
 
 FOLDER is read as data.root is (docs/data.md); photographs that cannot be decoded are left out. Training starts from the
 weights published for the recipe, if they are in the cache or can be downloaded, and says so; init_from=null: from the
@@ -207,6 +208,7 @@ def finetune_arguments(given: Sequence[str] | None = None) -> argparse.Namespace
     parser.add_argument("--output", metavar="DIR", help="new folder of the run; default: runs/NAME for FOLDER NAME")
     parser.add_argument("--init-from", metavar="RUN", help=f"trained detector to start from: {TRAINED_HELP}")
     parser.add_argument("--augment", metavar="NAME", help="none, light or strong; default: by the length of the run")
+    parser.add_argument("--masks", action="store_true", help="train masks with the boxes; every object must have one")
     parser.add_argument("--resume", action="store_true", help="continue the run in the folder if there is one")
     parser.add_argument("--dry-run", action="store_true", help="check everything, time a few steps, and write nothing")
     return parser.parse_intermixed_args(given)
@@ -261,8 +263,8 @@ _NEW = """Write a commented config for the folder of a data set, with what the d
 detr-bf new photos/ --output mine.yaml                 # then: detr-bf train mine.yaml
 detr-bf new photos/ --model dino_r50_4scale --output mine.yaml
 
-FOLDER is read as data.root is: COCO, Roboflow, Pascal VOC, YOLO or CSV. The config states all settings that differ from
-the defaults: those of the recipe and of the preset finetune, and those chosen for the data (splits, epochs,
+FOLDER is read as data.root is: COCO, Roboflow, Pascal VOC, YOLO, labelme or CSV. The config states all settings that
+differ from the defaults: those of the recipe and of the preset finetune, and those chosen for the data (splits, epochs,
 augmentation, queries, published weights to start from, which are fetched). Exit code 1: the config is written, and the
 data have errors to correct before training.
 """
@@ -457,7 +459,7 @@ def sample_data_arguments(given: Sequence[str] | None = None) -> argparse.Namesp
     return parser.parse_args(given)
 
 
-_CONVERT_DATA = """Write the folder of a data set (COCO, Roboflow, Pascal VOC, YOLO, CSV) as COCO JSON files.
+_CONVERT_DATA = """Write the folder of a data set (COCO, Roboflow, Pascal VOC, YOLO, labelme, CSV) as COCO JSON files.
 
 detr-bf convert-data data/bccd --output bccd                                 # all images: all.json
 detr-bf convert-data data/bccd --split trainval --split test --output bccd   # trainval.json, test.json

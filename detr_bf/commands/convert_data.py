@@ -1,4 +1,4 @@
-"""Write the folder of a data set (COCO, Roboflow, Pascal VOC, YOLO, CSV) as COCO JSON files."""
+"""Write the folder of a data set (COCO, Roboflow, Pascal VOC, YOLO, labelme, CSV) as COCO JSON files."""
 
 from __future__ import annotations
 

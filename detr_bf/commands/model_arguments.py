@@ -13,7 +13,7 @@ from pathlib import Path
 from detr_bf.commands.arguments import RUN_HELP, TRAINED_HELP, command_parser
 
 # Names that the modules of the commands know only after importing torch; a test compares them.
-_OBJECT_FORMATS = ("json", "jsonl", "csv", "coco", "yolo")
+_OBJECT_FORMATS = ("json", "jsonl", "csv", "coco", "yolo", "labelme")
 _DEFAULT_THRESHOLD = 0.5  # without an evaluation
 TOKEN_VARIABLE = "DETR_BF_TOKEN"
 _NUMBERINGS = ("contiguous", "ids")
@@ -78,8 +78,8 @@ def predict_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
         "--format",
         choices=_OBJECT_FORMATS,
         help="of the objects: json (predictions.json, the default), jsonl (a line for each image or frame), csv (a row "
-        "for each object), coco (a COCO data set with scores, for labelling tools) or yolo (a label file without "
-        "scores for each image)",
+        "for each object), coco (a COCO data set with scores, for labelling tools), yolo (a label file without "
+        "scores for each image; polygons with a mask head) or labelme (a JSON file for each image)",
     )
     parser.add_argument(
         "--save-pictures", action=argparse.BooleanOptionalAction, help="draw each image (the default), not each frame"

@@ -51,12 +51,13 @@ if TYPE_CHECKING:
 SHOWN_CLASSES = 5  # of an image
 MOST_ON_SHEET = 60  # images
 WRITTEN = ".detr_bf_predict.json"  # lists the files that this command has written in the output folder
-OBJECT_FORMATS = {  # file of each; those of yolo are several
+OBJECT_FORMATS = {  # file of each; "": a file for each image
     "json": "predictions.json",
     "jsonl": "predictions.jsonl",
     "csv": "predictions.csv",
     "coco": "coco.json",
     "yolo": "",
+    "labelme": "",
 }
 LONGEST_STEM = 150  # bytes of an input's name in the name of its picture
 
@@ -283,8 +284,8 @@ class InputImages:
         """Return the name of the picture of each image, made of its index and its file name."""
         return {number: f"{number:04d}_{_stem(file)}.png" for number, file in enumerate(self.files)}
 
-    def label_names(self) -> dict[int, str]:
-        """Return the name of YOLO's label file of each image.
+    def label_names(self, suffix: str) -> dict[int, str]:
+        """Return the name of the label file of each image.
 
         It is the path of the image below the given folder, with ``labels`` instead of the last folder ``images``, or
         else in ``labels``.
@@ -295,7 +296,7 @@ class InputImages:
         images: dict[str, Path] = {}
         for file in self.files:
             base = next((folder for folder in self._folders if file.is_relative_to(folder)), file.parent)
-            *parts, name = file.relative_to(base).with_suffix(".txt").parts
+            *parts, name = file.relative_to(base).with_suffix(suffix).parts
             at = max((index for index, part in enumerate(parts) if part == "images"), default=None)
             label = "/".join(
                 ["labels", *parts, name] if at is None else [*parts[:at], "labels", *parts[at + 1 :], name]
@@ -403,15 +404,17 @@ def write_objects(
 ) -> str:
     """Write the objects in one of :data:`OBJECT_FORMATS`, and a picture of each image; return how many there are."""
     names, labels = images.picture_names(), class_labels(predictor.class_map)
-    texts = images.label_names() if form == "yolo" else {}
-    files = [*texts.values(), "classes.txt", "images.txt"] if form == "yolo" else [OBJECT_FORMATS[form]]
+    texts, files = dict[int, str](), [OBJECT_FORMATS[form]]
+    if not OBJECT_FORMATS[form]:
+        texts = images.label_names(".txt" if form == "yolo" else ".json")
+        files = [*texts.values(), *(("classes.txt", "images.txt") if form == "yolo" else ())]
     found = []
     with output.writing([*(names.values() if pictures else ()), *files], images.all_files):
         for number, image, prediction in predictions:
             if pictures:
                 save_picture(output.folder / names[number], replace(prediction, given=image).plot(labels))
             found.append(replace(prediction, given=Path(prediction.source)))  # its pixels need not be kept
-        for name, content in _contents(form, found, predictor.class_map, texts).items():
+        for name, content in _contents(form, found, predictor.class_map, texts, output.folder).items():
             make_output_folder((output.folder / name).parent, "--output")
             if not isinstance(content, str):
                 write_json(output.folder / name, content)
@@ -421,11 +424,19 @@ def write_objects(
     return f"{counted(sum(map(len, found)), 'object')} in {counted(len(found), 'image')}"
 
 
-def _contents(form: str, found: Sequence[Prediction], class_map: ClassMap, texts: Mapping[int, str]) -> dict[str, Any]:
+def _contents(
+    form: str, found: Sequence[Prediction], class_map: ClassMap, texts: Mapping[int, str], folder: Path
+) -> dict[str, Any]:
     """Return the files of a format by name: text, or the content of a JSON file.
 
-    ``texts`` are the names of YOLO's label files by image.
+    ``texts`` are the names of the label files by image, relative to the output ``folder``.
     """
+    if form == "labelme":
+        files = [texts[each.image_id] for each in found]
+        return {
+            file: each.to_labelme(os.path.relpath(each.source, (folder / file).parent))
+            for each, file in zip(found, files, strict=True)
+        }
     if form == "yolo":
         lists = {"classes.txt": class_map.names, "images.txt": [each.source for each in found]}
         return {texts[each.image_id]: each.to_yolo() for each in found} | {

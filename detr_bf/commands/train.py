@@ -80,6 +80,7 @@ def fine_tune(options: argparse.Namespace) -> int:
             model=options.model,
             init_from=options.init_from,
             augment=options.augment,
+            masks=options.masks,
             resume=options.resume,
             overrides=overrides,
             dry_run=options.dry_run,

@@ -114,7 +114,9 @@ class DataConfig(LoadingConfig):
     """Data sets of a detector: the folder ``root``, or COCO files for each split."""
 
     root: str = path("")  # folder of a data set in one of the forms of docs/data.md; empty: COCO files, see data.train
-    format: str = choice("auto", "coco", "csv", "voc", "yolo")  # of root; coco: COCO JSON files, Roboflow's too
+    format: str = choice(
+        "auto", "coco", "csv", "labelme", "voc", "yolo"
+    )  # of root; coco: COCO JSON files, Roboflow's too
     train: SplitConfig = field(default_factory=SplitConfig)
     val: SplitConfig = field(default_factory=SplitConfig)
     skip_unreadable: float = fraction(0.0)  # most images that are left out as unreadable, with a warning: share of all

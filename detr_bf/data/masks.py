@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from PIL import Image
 from pycocotools import mask as coco_mask
 from scipy import ndimage
@@ -26,8 +27,14 @@ from detr_bf.data.annotation_values import MAX_ID, is_id, value_text
 from detr_bf.data.images import MAX_PIXELS, image_bytes, is_deep, open_image
 
 _MIN_NUMBERS = 6  # x and y of the three corners of the smallest polygon
-_FARTHEST = 1e6  # pixels; pycocotools allocates memory for every pixel on an outline
+FARTHEST = 1e6  # pixels; pycocotools allocates memory for every pixel on an outline
 _MAX_MASK = 2**32 - 1  # pixels; pycocotools counts them with 32 bits
+_EDGES = (  # neighbour y, x outside of a pixel inside; the edge between them, clockwise: its start and end y, x
+    ((-1, 0), (0, 0), (0, 1)),
+    ((0, 1), (0, 1), (1, 1)),
+    ((1, 0), (1, 1), (1, 0)),
+    ((0, -1), (1, 0), (0, 0)),
+)
 _MAX_CHARACTERS = 7  # of one number in compressed run lengths, five bits each
 
 
@@ -82,6 +89,11 @@ class Segmentations:
         return coco_mask.merge(found)
 
 
+def has_mask(annotation: Mapping[str, Any]) -> bool:
+    """Return True if an annotation of a detection file has a segmentation; some tools write [] for a box alone."""
+    return annotation.get("segmentation") not in (None, [])
+
+
 def parts_of(segmentation: object, size: tuple[int, int] | None = None) -> tuple[Part, ...]:
     """Return the parts of a COCO ``segmentation``: polygons, or run lengths, compressed or not.
 
@@ -124,8 +136,13 @@ def _is_large(points: list[float], size: tuple[int, int]) -> bool:
     left, top, right, bottom = min(xs), min(ys), max(xs), max(ys)
     if left < 0 or top < 0 or right > size[1] or bottom > size[0]:
         return False
-    twice = sum(map(mul, xs, ys[1:] + ys[:1])) - sum(map(mul, ys, xs[1:] + xs[:1]))
-    return abs(twice) / 2 > right - left + bottom - top
+    return polygon_area(points) > right - left + bottom - top
+
+
+def polygon_area(points: Sequence[float]) -> float:
+    """Return the area of a polygon x1, y1, x2, y2, ... without crossings, by the shoelace formula."""
+    xs, ys = points[::2], points[1::2]
+    return abs(sum(map(mul, xs, [*ys[1:], ys[0]])) - sum(map(mul, ys, [*xs[1:], xs[0]]))) / 2
 
 
 def _polygon(points: object) -> np.ndarray:
@@ -135,7 +152,7 @@ def _polygon(points: object) -> np.ndarray:
     except ValueError:  # lists of different lengths
         array = np.array(None)
     numbers = array.ndim == 1 and array.dtype.kind in "if" and np.isfinite(array).all()
-    if not numbers or len(array) % 2 or (np.abs(array) > _FARTHEST).any():
+    if not numbers or len(array) % 2 or (np.abs(array) > FARTHEST).any():
         raise ValueError(f"polygon {value_text(points)}, expected numbers x, y, x, y, ... in pixels")
     return array.astype(np.float64)
 
@@ -196,6 +213,41 @@ def _check_size(mask: tuple[int, int], image: tuple[int, int]) -> None:
 def _starts(lengths: Iterable[int]) -> Tensor:
     """Return the start of each part, and the end of the last one."""
     return torch.tensor([0, *lengths], dtype=torch.int64).cumsum(dim=0)
+
+
+def outlines(mask: NDArray[np.bool_]) -> list[list[float]]:
+    """Return the outline of each connected region of a mask (H, W) as a polygon x1, y1, x2, y2, ..., the largest first.
+
+    The polygons follow the edges of the pixels, so that :func:`parts_of` gives the same mask again, except for holes,
+    which are filled: no form of polygons here has them.
+    """
+    regions, _ = ndimage.label(ndimage.binary_fill_holes(mask))
+    found = []
+    for number, (rows, columns) in enumerate(ndimage.find_objects(regions), 1):
+        inside = np.pad(regions[rows, columns] == number, 1)
+        following: dict[tuple[int, int], tuple[int, int]] = {}  # corner of a pixel -> next one, clockwise
+        for (dy, dx), (y0, x0), (y1, x1) in _EDGES:
+            at = np.argwhere(inside & ~np.roll(inside, (-dy, -dx), (0, 1)))
+            following |= {(x + x0, y + y0): (x + x1, y + y1) for y, x in at.tolist()}
+        corners = [start := next(iter(following))]
+        while (corner := following[corners[-1]]) != start:
+            corners.append(corner)
+        turns = [
+            (x + columns.start - 1, y + rows.start - 1)
+            for (xa, ya), (x, y), (xb, yb) in zip(
+                corners[-1:] + corners, corners, corners[1:] + corners[:1], strict=False
+            )
+            if (x - xa, y - ya) != (xb - x, yb - y)
+        ]
+        found.append([float(value) for turn in turns for value in turn])
+    return sorted(found, key=polygon_area, reverse=True)
+
+
+def joined(polygons: Sequence[Sequence[float]]) -> list[float]:
+    """Return polygons as one, in which lines without width, there and back, lead from the first one to the others."""
+    first, *others = polygons
+    start = list(first[:2])
+    return [*first, *(value for each in others for value in (*start, *each, *each[:2])), *(start if others else [])]
 
 
 class MapFile(NamedTuple):

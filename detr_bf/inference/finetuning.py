@@ -23,7 +23,8 @@ from detr_bf.config import DetectionConfig, load_config, own_settings, packaged_
 from detr_bf.config.common import AUTO
 from detr_bf.config.data import DataConfig
 from detr_bf.data.coco import read_annotations
-from detr_bf.data.formats import read_folder
+from detr_bf.data.formats import MASK_SPLITS, read_folder
+from detr_bf.data.masks import has_mask
 from detr_bf.inference.loading import VAL_NAMES, load, recipe_file
 from detr_bf.inference.predictor import Predictor
 from detr_bf.interop.published import get_published, published_for
@@ -39,7 +40,7 @@ MOST_EPOCHS = 300
 AUGMENTATION = ("none", "light", "strong")
 SHORT_RUN = 10  # epochs at most without augmentation; docs/results.md has the measurements behind these numbers
 ANSWER_SECONDS = 5.0  # seconds for the answer of a server that has published weights
-_FREE_SETTINGS = ("model.num_queries", "model.dropout")  # weights of the same detector fit
+_FREE_SETTINGS = ("model.num_queries", "model.dropout", "model.masks")  # weights of the same detector fit
 VAL_FRACTION = 0.2  # of a folder without validation split
 TRAIN_NAMES = ("train", "train2017", "training")
 _OTHER_NAMES = ("trainval", "test", "test2017", "testing")  # they, too, show that a folder has splits
@@ -53,6 +54,7 @@ class FineTuneOptions(TypedDict, total=False):
     model: str
     init_from: str | Path | None
     augment: str | None
+    masks: bool
     resume: bool
     overrides: Sequence[str]
 
@@ -76,6 +78,7 @@ def finetune(
     model: str = "rtdetr_r50",
     init_from: str | Path | None = None,
     augment: str | None = None,
+    masks: bool = False,
     resume: bool = False,
     overrides: Sequence[str] = (),
     dry_run: bool = False,
@@ -98,6 +101,7 @@ def finetune(
             (or with the override ``init_from=null``) the backbone's weights that the recipe names.
         augment: none, light or strong (``configs/augment_*.yaml``); by default light, and none in a run of
             ``SHORT_RUN`` epochs or fewer. Strong augmentation ends with the last tenth of the epochs.
+        masks: train masks with the boxes (``model.masks=true``); every object must have a mask.
         resume: continue the run in ``output`` if there is one.
         overrides: settings as on the command line, which replace those chosen here.
         dry_run: do everything up to the first step, time a few steps, log what was found, write nothing; return None.
@@ -111,6 +115,7 @@ def finetune(
         model=model,
         init_from=init_from,
         augment=augment,
+        masks=masks,
         resume=resume,
         overrides=overrides,
         dry_run=dry_run,
@@ -128,6 +133,7 @@ def fine_tuned(
     model: str,
     init_from: str | Path | None,
     augment: str | None,
+    masks: bool,
     resume: bool,
     overrides: Sequence[str],
     dry_run: bool,
@@ -149,8 +155,10 @@ def fine_tuned(
         for name, path in paths.items()
         if name not in names
     ]
+    chosen += ["model.masks=true"] if masks and "model.masks" not in names else []
     files, own = fine_tuning_files(model)
     setup_logging()
+    _check_masks(load_config(files, [*own, *chosen, *overrides], task="detection"))
     chosen += _start(model, files, [*own, *chosen, *overrides], resume)
     augment, more = chosen_settings(files, [*own, *chosen, *overrides], augment)
     files, chosen = [*files, packaged_configs()[f"augment_{augment}"]], [*own, *chosen, *more]
@@ -161,6 +169,18 @@ def fine_tuned(
     if dry_run:
         return config, dry_run_training(task_of(config))
     return config, train(task_of(config), resume_if_possible=resume)
+
+
+def _check_masks(config: DetectionConfig) -> None:
+    """Raise :class:`InputError` for a folder of boxes alone if masks are trained."""
+    if not (config.model.masks and config.data.root):
+        return
+    folder = read_folder(Path(config.data.root), config.data.format)
+    if not any(map(has_mask, folder.content.annotations)):
+        raise InputError(
+            f"{folder}: its labels are boxes, and masks need outlines: polygons of YOLO, COCO or labelme, or PNG files "
+            "in SegmentationObject of Pascal VOC (docs/data.md). Draw them, or train boxes alone, without masks"
+        )
 
 
 def _start(model: str, files: Sequence[Path], given: Sequence[str], resume: bool) -> list[str]:
@@ -252,7 +272,8 @@ def chosen_settings(files: Sequence[Path], given: Sequence[str], augment: str | 
         raise InputError(f"augment must be one of {', '.join(AUGMENTATION)}, or None; got {printable(repr(augment))}")
     names, chosen = {each.partition("=")[0].strip() for each in given}, list[str]()
     if not any(name.startswith(_SPLIT_SETTINGS) for name in names):
-        chosen += folder_splits(load_config(files, given, task="detection").data)
+        planned: DetectionConfig = load_config(files, given, task="detection")
+        chosen += folder_splits(planned.data, planned.model.masks)
     config: DetectionConfig = load_config(files, [*given, *chosen], task="detection")
     train, images = config.train, _train_images(config)
     steps = max(1, math.ceil(images / (train.batch_size * train.accumulate)))
@@ -264,10 +285,11 @@ def chosen_settings(files: Sequence[Path], given: Sequence[str], augment: str | 
     return augment, chosen + [f"{name}={value}" for name, value in settings.items() if name not in names]
 
 
-def folder_splits(data: DataConfig) -> list[str]:
+def folder_splits(data: DataConfig, masks: bool = False) -> list[str]:
     """Return the settings of the splits of the folder ``data.root``, or of a division of its images.
 
-    They replace the splits that a config has for the folder of its own. Without ``data.root`` there are none.
+    They replace the splits that a config has for the folder of its own. Without ``data.root`` there are none. With
+    ``masks`` the splits whose images have masks are taken, if the folder has such (Pascal VOC).
 
     Raises:
         InputError: the folder has splits, and it is not clear which one is for training.
@@ -276,9 +298,11 @@ def folder_splits(data: DataConfig) -> list[str]:
         return []
     folder = read_folder(Path(data.root), data.format)
     first = {name.split("/")[0] for name in folder.split_names} | set(folder.splits)
-    known = {name.lower(): name for name in sorted(first)}
+    of_masks = {name for name in folder.splits if name.startswith(MASK_SPLITS)}
+    first = of_masks if masks and of_masks else first - of_masks
+    known = {name.removeprefix(MASK_SPLITS).lower(): name for name in sorted(first)}
     train, val = (next((known[name] for name in names if name in known), "") for names in (TRAIN_NAMES, VAL_NAMES))
-    if not train and (folder.splits or any(name in known for name in (*VAL_NAMES, *_OTHER_NAMES))):
+    if not train and (first & set(folder.splits) or any(name in known for name in (*VAL_NAMES, *_OTHER_NAMES))):
         raise InputError(
             f"{printable(data.root)} has no split train; its splits: {folder.known_splits}. Give "
             "overrides=['data.train.split=NAME', 'data.val.split=NAME'] (or data.val_fraction=0.2 for the second)"

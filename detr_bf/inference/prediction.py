@@ -27,6 +27,7 @@ from detr_bf.common.errors import InputError
 from detr_bf.common.structures import ClassMap, Detections, PanopticMap
 from detr_bf.common.text import counted, listed, printable
 from detr_bf.data.images import MAX_PIXELS, read_image
+from detr_bf.data.masks import joined, outlines
 from detr_bf.evaluation import DEFAULT_THRESHOLD
 from detr_bf.evaluation.panoptic import EncodedMap, encode
 from detr_bf.losses.postprocess import encoded
@@ -222,6 +223,15 @@ class Prediction(PredictedImage, Detections):
             bitmap[:] = coco_mask.decode(dict(each))
         return bitmaps
 
+    def polygons(self) -> list[list[list[float]]] | None:
+        """Return the outlines of each mask as polygons x1, y1, x2, y2, ... in pixels; None without a mask head.
+
+        A mask has a polygon for each connected region, the largest first; holes are filled.
+        """
+        if self.masks is None:
+            return None
+        return [outlines(coco_mask.decode(dict(each)).astype(bool)) for each in self.masks]
+
     def plot(self, class_names: Sequence[str] | None = None) -> Image.Image:
         """Draw boxes, classes, scores and masks on the image; a small image is enlarged.
 
@@ -272,20 +282,58 @@ class Prediction(PredictedImage, Detections):
     def to_yolo(self, scores: bool = False) -> str:
         """Return a YOLO label file: class index, centre, width and height in fractions of the image.
 
-        Boxes are cut at the border of the image, and objects outside it are left out.
+        Boxes are cut at the border of the image, and objects outside it are left out. With a mask head the class index
+        is followed by the polygon of the mask, see :meth:`polygons`; its regions are joined by lines without width, and
+        objects whose mask has no pixel are left out.
 
         Args:
-            scores: add the score as a sixth column. Programs that read labels take such a line for a polygon.
+            scores: add the score as the last column. Programs that read labels take such a line for a polygon.
         """
         (height, width), lines = self.size, []
         corners = (self.boxes.double() / torch.tensor([width, height, width, height])).clamp(0, 1)
-        for label, score, (x0, y0, x1, y1) in zip(
-            self.labels.tolist(), self.scores.tolist(), corners.tolist(), strict=True
-        ):
-            values = [(x0 + x1) / 2, (y0 + y1) / 2, x1 - x0, y1 - y0, *([score] if scores else [])]
-            if x1 > x0 and y1 > y0:
-                lines.append(" ".join([str(label), *(f"{value:.6f}" for value in values)]))
+        boxes = [
+            [(x0 + x1) / 2, (y0 + y1) / 2, x1 - x0, y1 - y0] if x1 > x0 and y1 > y0 else []
+            for x0, y0, x1, y1 in corners.tolist()
+        ]
+        if (polygons := self.polygons()) is not None:
+            sides = np.array([width, height])
+            boxes = [(np.reshape(joined(each), (-1, 2)) / sides).ravel().tolist() if each else [] for each in polygons]
+        for label, score, values in zip(self.labels.tolist(), self.scores.tolist(), boxes, strict=True):
+            if values:
+                numbers = [*values, score] if scores else values
+                lines.append(" ".join([str(label), *(f"{value:.6f}" for value in numbers)]))
         return "".join(f"{line}\n" for line in lines)
+
+    def to_labelme(self, image_path: str = "") -> dict[str, Any]:
+        """Return the content of a JSON file of labelme: rectangles, or with a mask head polygons.
+
+        The polygons of an object have one ``group_id``. ``description`` is the score. Objects whose mask has no pixel
+        are left out.
+
+        Args:
+            image_path: the image, relative to the folder of the JSON file; by default its file name.
+        """
+        polygons, shapes = self.polygons(), list[dict[str, Any]]()
+        for number, (name, score, box) in enumerate(
+            zip(self.names, self.scores.tolist(), self.boxes.tolist(), strict=True)
+        ):
+            found = [box] if polygons is None else polygons[number]
+            common = {"label": name, "group_id": number + 1 if len(found) > 1 else None, "description": f"{score:.3f}"}
+            kind = "rectangle" if polygons is None else "polygon"
+            shapes += [
+                {**common, "points": np.reshape(each, (-1, 2)).tolist(), "shape_type": kind, "flags": {}}
+                for each in found
+            ]
+        height, width = self.size
+        return {
+            "version": "5.0.0",
+            "flags": {},
+            "shapes": shapes,
+            "imagePath": image_path or Path(self.source).name,
+            "imageData": None,
+            "imageHeight": height,
+            "imageWidth": width,
+        }
 
     def rows(self) -> list[tuple[Any, ...]]:
         """Return the table of the objects, with the columns :data:`COLUMNS`."""

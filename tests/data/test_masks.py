@@ -7,9 +7,10 @@ import pytest
 import torch
 from pycocotools import mask as coco_mask
 from pycocotools.coco import COCO
+from scipy import ndimage
 from torch import Tensor
 
-from detr_bf.data.masks import Segmentations, parts_of
+from detr_bf.data.masks import Segmentations, joined, outlines, parts_of, polygon_area
 
 SIZE = (30, 40)
 SQUARE = [4, 6, 14, 6, 14, 20, 4, 20]  # x, y of the corners
@@ -185,3 +186,19 @@ def test_a_size_that_is_only_known_from_the_file_is_checked_when_it_is_drawn() -
     kept = Segmentations([parts_of(compressed(random_mask(0, 0.5)))])
     with pytest.raises(ValueError, match=r"40 x 30 pixels \(width x height\), the image has 40 x 31"):
         kept.read(0, slice(0, 1), (31, 40))
+
+
+@pytest.mark.parametrize("smooth", [False, True])
+def test_outlines_give_the_mask_again_without_its_holes(smooth: bool) -> None:
+    rng = np.random.default_rng(3)
+    for _ in range(60):
+        size = tuple(rng.integers(1, 30, 2).tolist())
+        noise = rng.random(size)
+        mask = ndimage.gaussian_filter(noise, 2) > 0.5 if smooth else noise < rng.random()
+        polygons = outlines(mask)
+        filled = ndimage.binary_fill_holes(mask)
+        assert sum(map(polygon_area, polygons)) == filled.sum()
+        for each in (polygons, [joined(polygons)]) if polygons else ():
+            read = Segmentations([parts_of(each)]).read(0, slice(0, 1), size)
+            assert (read[0].numpy() == filled).all()
+    assert outlines(np.zeros((4, 3), dtype=bool)) == []

@@ -200,6 +200,57 @@ def test_yolo() -> None:
     assert prediction(**NOTHING).to_yolo() == ""
 
 
+def test_polygons_are_the_outlines_of_the_masks() -> None:
+    assert prediction().polygons() is None
+    rectangle, corner = [10, 5, 30, 5, 30, 20, 10, 20], [40, 30, 80, 30, 80, 60, 40, 60]
+    found = prediction(masks=True)
+    assert found.polygons() == [[rectangle], [corner]]
+    ring = torch.zeros(2, *SIZE, dtype=torch.uint8)  # the second mask is empty
+    ring[0, 10:20, 10:20] = 1
+    ring[0, 12:14, 12:14] = 0  # a hole
+    ring[0, 40, 70] = 1
+    apart = replace(found, masks=tuple(map(encoded, ring)))
+    assert apart.polygons() == [[[10, 10, 20, 10, 20, 20, 10, 20], [70, 40, 71, 40, 71, 41, 70, 41]], []]
+    [line] = apart.to_yolo().splitlines()
+    label, *values = line.split()
+    points = np.array(values, dtype=float).reshape(-1, 2) * [SIZE[1], SIZE[0]]
+    assert label == "0"
+    assert np.allclose(points[[0, 4, 5, 9, 10]], [[10, 10], [10, 10], [70, 40], [70, 40], [10, 10]], atol=1e-3)
+    read = coco_mask.decode(coco_mask.frPyObjects([points.ravel().tolist()], *SIZE))[..., 0]
+    ring[0, 12:14, 12:14] = 1
+    assert (read == ring[0].numpy()).all(), "the lines between the regions have no pixels"
+
+
+def test_yolo_with_masks() -> None:
+    first, second = prediction(masks=True).to_yolo(scores=True).splitlines()
+    assert first == "0 0.125000 0.083333 0.375000 0.083333 0.375000 0.333333 0.125000 0.333333 0.750000"
+    assert second.startswith("1 0.500000 0.500000 1.000000 0.500000 1.000000 1.000000 0.500000 1.000000")
+    assert prediction(**NOTHING).to_yolo() == ""
+
+
+def test_labelme() -> None:
+    content = prediction().to_labelme()
+    assert (content["imagePath"], content["imageHeight"], content["imageWidth"]) == ("a.jpg", *SIZE)
+    first, second = content["shapes"]
+    assert first == {
+        "label": "cat",
+        "group_id": None,
+        "description": "0.750",
+        "points": [[10.0, 5.0], [30.5, 20.0]],
+        "shape_type": "rectangle",
+        "flags": {},
+    }
+    assert second["label"] == 'dog, "old"'
+    bitmaps = torch.zeros(2, *SIZE, dtype=torch.uint8)
+    bitmaps[1, 5:7, 5:7] = bitmaps[1, 8:9, 5:7] = 1
+    shapes = replace(prediction(), masks=tuple(map(encoded, bitmaps))).to_labelme("../a.jpg")["shapes"]
+    assert [(each["shape_type"], each["group_id"], each["points"]) for each in shapes] == [
+        ("polygon", 2, [[5, 5], [7, 5], [7, 7], [5, 7]]),
+        ("polygon", 2, [[5, 8], [7, 8], [7, 9], [5, 9]]),
+    ], "an empty mask is left out, two regions are a group"
+    assert prediction(**NOTHING).to_labelme()["shapes"] == []
+
+
 @pytest.mark.parametrize("masks", [False, True])
 def test_supervision(masks: bool) -> None:
     found = prediction(masks).to_supervision()

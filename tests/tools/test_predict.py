@@ -314,7 +314,7 @@ def test_two_predictions_into_one_folder_list_the_files_of_both(
 
 
 @pytest.mark.default_tier("coco", "yolo")
-@pytest.mark.parametrize("form", ["json", "jsonl", "csv", "coco", "yolo"])
+@pytest.mark.parametrize("form", ["json", "jsonl", "csv", "coco", "yolo", "labelme"])
 def test_formats_hold_the_same_objects(weights: Path, photos: Path, tmp_path: Path, form: str) -> None:
     output = tmp_path / "out"
     assert predict(weights, output, "--format", form, "--no-save-pictures", photos) == 0
@@ -334,19 +334,26 @@ def test_formats_hold_the_same_objects(weights: Path, photos: Path, tmp_path: Pa
         assert [image["file_name"] for image in content["images"]] == [each.source for each in found]
         assert [each["score"] for each in content["annotations"]] == [x for each in found for x in each.scores.tolist()]
         assert COCO(output / "coco.json").getAnnIds()
+    elif form == "labelme":
+        for each in found:
+            label = output / "labels" / Path(each.source).relative_to(photos).with_suffix(".json")
+            content = json.loads(label.read_text())
+            assert (label.parent / content["imagePath"]).resolve() == Path(each.source).resolve()
+            assert content == each.to_labelme(content["imagePath"])
     else:
         assert (output / "classes.txt").read_text().splitlines() == list(found[0].class_map.names)
         for each in found:
             label = output / "labels" / Path(each.source).relative_to(photos).with_suffix(".txt")
             assert label.read_text() == each.to_yolo()
         assert (output / "images.txt").read_text().splitlines() == [each.source for each in found]
+    suffix = ".txt" if form == "yolo" else ".json"
     names = {"json": "predictions.json", "jsonl": "predictions.jsonl", "csv": "predictions.csv", "coco": "coco.json"}
     own = (
         {names[form]}
         if form in names
         else {
-            *("classes.txt", "images.txt"),
-            *(f"labels/{Path(each.source).relative_to(photos).with_suffix('.txt')}" for each in found),
+            *(("classes.txt", "images.txt") if form == "yolo" else ()),
+            *(f"labels/{Path(each.source).relative_to(photos).with_suffix(suffix)}" for each in found),
         }
     )
     assert set(contents(output)) == {*own, ".detr_bf_predict.json"}

@@ -64,7 +64,8 @@ PAIR_CHECKS = CheckList()  # of both splits
 CORRECTED = frozenset(  # codes of errors that detr-bf check --fix corrects in detection files, see correction.py
     (
         *("file-missing", "file-unreadable", "size-differs", "image-id-repeated", "category-unknown", "image-unknown"),
-        *("box-not-numbers", "iscrowd-unknown", "area-not-number", "segmentation-unusable", "class-unknown-to-train"),
+        *("box-not-numbers", "iscrowd-unknown", "area-not-number", "mask-missing", "segmentation-unusable"),
+        "class-unknown-to-train",
     )
 )
 

@@ -3,7 +3,7 @@
 Nothing is guessed: an entry whose meaning is uncertain is dropped. The rules, by the code of the check:
 
 - entries of the JSON without a required key, category-unknown, image-unknown, box-not-numbers, iscrowd-unknown,
-  box-without-area, segmentation-unusable: dropped;
+  box-without-area, mask-missing, segmentation-unusable: dropped;
 - box-outside: clipped to the image, or dropped if outside; area-not-number: the area of the box is used;
 - file-missing, file-unreadable, size-differs: the image and its annotations are dropped; a missing file that exists
   under an end of its path is renamed, and a size that is no size is replaced by that of the file;

@@ -129,16 +129,27 @@ def _images_without_size(split: Split) -> Iterator[str]:
         yield from (image_text(image) for image in split.content.images if annotated_size(image) is None)
 
 
+@MASK_CHECKS.add(
+    "error",
+    "mask-missing",
+    "the object has a box and no mask: draw its outline, or train boxes alone (model.masks=false)",
+    examples=5,
+)
+def _objects_without_mask(split: Split) -> Iterator[str]:
+    if split.masks and split.content.maps is None:
+        yield from split.unusable_segmentations[0]
+
+
 @MASK_CHECKS.add("error", "segmentation-unusable", "the segmentation is not valid")
 def _invalid_segmentations(split: Split) -> Iterator[str]:
     if split.masks and split.content.maps is None:
-        yield from split.unusable_segmentations[0]
+        yield from split.unusable_segmentations[1]
 
 
 @MASK_CHECKS.add("warning", "mask-outside", "no pixel of the mask is in the image: not trained on, but evaluated")
 def _masks_without_pixels(split: Split) -> Iterator[str]:
     if split.masks and split.content.maps is None:
-        yield from split.unusable_segmentations[1]
+        yield from split.unusable_segmentations[2]
 
 
 def _largest_distance(bbox: list[float], extent: SegmentExtent) -> float:

@@ -20,7 +20,7 @@ from detr_bf.data.coco import CocoAnnotations
 from detr_bf.data.columns import Entries, integers, values_of
 from detr_bf.data.duplicates import exported_from, nearest
 from detr_bf.data.images import boxes_as_stored
-from detr_bf.data.masks import MapFile, SegmentExtent, covers_a_pixel, parts_of
+from detr_bf.data.masks import MapFile, SegmentExtent, covers_a_pixel, has_mask, parts_of
 
 _LONGEST_EXAMPLE = 2000  # characters
 COMPARED = 100  # images of a split, evenly spaced, that are compared with their references
@@ -103,11 +103,15 @@ class Split:
         return np.where((known[found] == ids)[:, None], sizes[found], np.nan)
 
     @cached_property
-    def unusable_segmentations(self) -> tuple[list[str], list[str]]:
-        """Annotations of a detection file with an invalid segmentation, and objects without a pixel in their image."""
-        invalid, empty = [], []
+    def unusable_segmentations(self) -> tuple[list[str], list[str], list[str]]:
+        """Annotations of a detection file without mask, with an invalid one, and with one outside the image."""
+        missing, invalid, empty = [], [], []
         for annotation in self.content.annotations:  # crowds too: the evaluation ignores detections in them
             image = self.images.get(annotation["image_id"])
+            if not has_mask(annotation):
+                file = f", {printable(image['file_name'])}" if image else ""
+                missing.append(f"{box_text(annotation)}{file}")
+                continue
             size = self.size(image) if image else None
             try:
                 parts = parts_of(annotation.get("segmentation"), size)
@@ -116,7 +120,7 @@ class Split:
                 continue
             if size and not _is_valid_crowd(annotation) and not covers_a_pixel(parts, size):
                 empty.append(f"{annotation_text(annotation)} in {size[1]} x {size[0]} pixels")
-        return invalid, empty
+        return missing, invalid, empty
 
     @cached_property
     def as_stored(self) -> bool | None:

@@ -13,27 +13,45 @@ from detr_bf.common.text import printable
 from detr_bf.data.coco import CocoAnnotations
 from detr_bf.data.formats.coco_files import read_coco
 from detr_bf.data.formats.csv_labels import TABLES, read_csv
-from detr_bf.data.formats.folder import DataFolder, files_below, images_of
+from detr_bf.data.formats.folder import MASK_SPLITS, DataFolder, files_below, images_of
 from detr_bf.data.formats.foreign import check_foreign
+from detr_bf.data.formats.labelme import is_labelme, read_labelme
 from detr_bf.data.formats.roboflow import ANNOTATION_FILE
 from detr_bf.data.formats.splitting import divided, readable, split_images
 from detr_bf.data.formats.voc import read_voc
 from detr_bf.data.formats.yolo import read_yolo
 from detr_bf.data.formats.yolo_settings import CLASS_LIST, SETTINGS, is_yolo
 
-__all__ = ["READERS", "DataFolder", "divided", "images_of", "read_folder", "read_split", "readable", "split_images"]
+__all__ = [
+    "MASK_SPLITS",
+    "READERS",
+    "DataFolder",
+    "divided",
+    "images_of",
+    "read_folder",
+    "read_split",
+    "readable",
+    "split_images",
+]
 
 READERS: dict[str, Callable[[Path, Sequence[str]], DataFolder]] = {  # by the setting data.format
     "coco": read_coco,
     "csv": read_csv,
+    "labelme": read_labelme,
     "voc": read_voc,
     "yolo": read_yolo,
 }
-_FORM_NAMES = {"coco": "COCO JSON", "csv": "CSV table", "voc": "Pascal VOC", "yolo": "YOLO"}
+_FORM_NAMES = {
+    "coco": "COCO JSON",
+    "csv": "CSV table",
+    "labelme": "labelme JSON",
+    "voc": "Pascal VOC",
+    "yolo": "YOLO",
+}
 _SUFFIXES = {"voc": ".xml", "yolo": ".txt"}  # of files that another form may have, too
 _FORMS = (
     f"expected COCO JSON, {ANNOTATION_FILE} of Roboflow, XML files of Pascal VOC, {SETTINGS[0]} or labels/*.txt of "
-    f"YOLO, or {TABLES[0]}"
+    f"YOLO, JSON files of labelme, or {TABLES[0]}"
 )
 
 
@@ -50,8 +68,8 @@ def read_folder(root: Path, form: str = "auto") -> DataFolder:
     """
     if not is_folder(root):
         raise InputError(
-            f"folder {printable(root)} does not exist: give data.root=DIR of a COCO, Roboflow, Pascal VOC, YOLO "
-            "or CSV folder (docs/data.md says how to get the data of configs/bccd.yaml and configs/cards.yaml)"
+            f"folder {printable(root)} does not exist: give data.root=DIR of a COCO, Roboflow, Pascal VOC, YOLO, "
+            "labelme or CSV folder (docs/data.md says how to get the data of configs/bccd.yaml and configs/cards.yaml)"
         )
     names = files_below(root)
     form = form if form != "auto" else _form_of(root, names)
@@ -78,7 +96,8 @@ def _form_of(root: Path, names: Sequence[str]) -> str:
     }
     found = [form for form, present in signs.items() if present]
     if not found:  # files that other forms may have beside their labels
-        weak = {"coco": any(path.suffix.lower() == ".json" for path in paths), "yolo": is_yolo(root, names)}
+        json = any(path.suffix.lower() == ".json" for path in paths)
+        weak = {"yolo": is_yolo(root, names), ("labelme" if json and is_labelme(root, names) else "coco"): json}
         found = [form for form, present in weak.items() if present]
     if not found:
         check_foreign(root, names)

@@ -24,6 +24,7 @@ from detr_bf.data.references import KEY
 logger = logging.getLogger(__name__)
 
 IMAGE_SUFFIXES = frozenset((".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".avif"))
+MASK_SPLITS = "Segmentation/"  # begin of the names of splits whose images have masks
 MAX_TEXT_BYTES = 2**26  # limit of a label file and of a list of images
 _KIND_FOLDERS = frozenset(("images", "jpegimages", "labels", "annotations"))  # they tell images from labels
 

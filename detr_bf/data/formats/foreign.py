@@ -1,7 +1,7 @@
 """Forms of labels that are recognised but not read, with a way to convert each of them.
 
 Packages that read them are no extras, because a data set is converted once: the messages give the line of Python that
-does it with supervision (labelme, CreateML) or datumaro (CVAT, KITTI, Open Images, VoTT, TFRecord).
+does it with supervision (CreateML) or datumaro (CVAT, KITTI, Open Images, VoTT, TFRecord).
 """
 
 from __future__ import annotations
@@ -54,7 +54,6 @@ ADVICE = {
     '.export(export_dir="OUT", dataset_type=fiftyone.types.COCODetectionDataset)',
     "KITTI": _datumaro("kitti_detection"),
     "Label Studio": "export the project from Label Studio as COCO or YOLO with images",
-    "labelme": _supervision('from_labelme("DIR", "DIR")'),
     "MMDetection": "write it as COCO; its boxes are x1, y1, x2, y2, those of COCO x, y, width, height",
     "Open Images": f"move the tables to annotations and the images to images/train, and {_datumaro('open_images')}",
     "Supervisely": "export the project from Supervisely with its app Export to COCO",
@@ -141,7 +140,6 @@ _KEYS_OF_LISTS: list[tuple[set[str], str]] = [
     ({"image", "annotator"}, "Label Studio"),
 ]
 _KEYS_OF_OBJECTS: list[tuple[set[str], str]] = [
-    ({"shapes", "imagePath"}, "labelme"),
     ({"_via_img_metadata"}, "VIA"),
     ({"assets", "tags"}, "VoTT"),
     ({"asset", "regions"}, "VoTT"),

@@ -5,6 +5,9 @@ coordinates count pixels from 1 and include the last one: the box covers ``xmin 
 as in detectron2 and hotcoco. ``difficult`` objects, which the challenge leaves out of its evaluation, become
 ``iscrowd`` 1, as in hotcoco and MMDetection: not trained on, and not counted when missed or found.
 
+A PNG file ``SegmentationObject/a.png`` has the masks of the objects of ``a.xml``: its pixels are the number of the
+object in the XML file, from 1, 0 for background and 255 for void, which belongs to no object.
+
 The reader is written here because hotcoco's (1.3) is optional, accepts NaN, trusts the names in the XML files, refuses
 a whole folder for one box with exchanged corners, and knows neither splits nor images in ``JPEGImages``.
 """
@@ -20,11 +23,15 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 from xml.etree import ElementTree
 
+import numpy as np
+from pycocotools import mask as coco_mask
+
 from detr_bf.common.errors import InputError
 from detr_bf.common.files import is_number, read_regular
-from detr_bf.common.text import listed, printable
+from detr_bf.common.text import counted, listed, printable
 from detr_bf.data.annotation_values import LARGEST
 from detr_bf.data.formats.folder import (
+    MASK_SPLITS,
     MAX_TEXT_BYTES,
     AnnotatedImage,
     DataFolder,
@@ -36,10 +43,14 @@ from detr_bf.data.formats.folder import (
     read_lines,
     stem_of,
 )
+from detr_bf.data.images import image_bytes, open_image
+from detr_bf.data.masks import has_mask
 
 logger = logging.getLogger(__name__)
 
-_LISTS = "imagesets/main"
+_LISTS = {"imagesets/main": "", "imagesets/segmentation": MASK_SPLITS}  # by folder; prefix of their splits
+_MAPS = frozenset(("segmentationobject", "segmentationclass"))  # folders of PNG files
+_VOID = 255
 _FOLDERS = ("Annotations", "JPEGImages")
 _SPLIT = re.compile("train|val|test")  # in the names of folders
 _SIDES = ("xmin", "ymin", "xmax", "ymax")
@@ -51,7 +62,7 @@ def read_voc(root: Path, names: Sequence[str]) -> DataFolder:
     The image of ``a.xml`` is ``a`` with the suffix of an image in any case, beside it or in ``JPEGImages`` or
     ``images`` instead of ``Annotations``; the name in the XML file is not used. XML files of a folder without any of
     their images belong to the images of the same names in another folder, if it is the only one. An image without XML
-    file is left out.
+    file is left out. The lists in ``ImageSets/Segmentation`` are the splits ``Segmentation/train`` and so on.
 
     Args:
         root: of the data set.
@@ -61,12 +72,17 @@ def read_voc(root: Path, names: Sequence[str]) -> DataFolder:
         InputError: an XML file is not readable or not in VOC's form; the message names it.
     """
     files: dict[str, str] = {}
+    maps = {_stem_of_map(name): name for name in names if "segmentationobject" in name.lower().split("/")}
+    names = [name for name in names if _MAPS.isdisjoint(name.lower().split("/"))]
     for name in names:
         if name.lower().endswith(".xml") and (other := files.setdefault(stem_of(name), name)) != name:
             raise InputError(f"{printable(root)}: {printable(other)} and {printable(name)} are for the same image")
     images = images_by_stem(root, (name for name in names if stem_of(name) in files))
     images |= _images_elsewhere(root, names, files, images)
     labelled = [_read_image(root, name, images.get(stem)) for stem, name in files.items()]
+    _add_masks(root, {maps[stem]: image for stem, image in zip(files, labelled, strict=True) if stem in maps})
+    if alone := maps.keys() - files.keys():
+        logger.warning("%s: %d PNG files in SegmentationObject belong to no XML file", printable(root), len(alone))
     if unlabelled := sum(map(is_image, names)) - len(images):
         logger.info("%s: %d images have no XML file and are left out", printable(root), unlabelled)
     if difficult := sum(one["iscrowd"] for image in labelled for one in image.objects):
@@ -76,8 +92,11 @@ def read_voc(root: Path, names: Sequence[str]) -> DataFolder:
     by_name: dict[str, list[str]] = {}
     for name, image in zip(files.values(), labelled, strict=True):
         by_name.setdefault(PurePosixPath(canonical(name)).stem, []).append(image.file_name)
-    lists = [name for name in map(PurePosixPath, names) if str(name.parent).lower() == _LISTS and name.suffix == ".txt"]
-    splits = {name.stem: NamedSplit(root / name, partial(_listed_images, root / name, by_name)) for name in lists}
+    splits = {
+        f"{_LISTS[folder]}{path.stem}": NamedSplit(root / path, partial(_listed_images, root / path, by_name))
+        for path in map(PurePosixPath, names)
+        if path.suffix == ".txt" and (folder := str(path.parent).lower()) in _LISTS
+    }
     return DataFolder(root, coco_content(root, labelled), splits)
 
 
@@ -153,6 +172,68 @@ def _read_image(root: Path, name: str, image: str | None) -> AnnotatedImage:
         raise InputError(f"{where}: size is {sides[1]:g} x {sides[0]:g}, expected whole numbers of pixels")
     known = (int(sides[0]), int(sides[1])) if sides is not None and all(sides) else None  # some tools write 0 x 0
     return AnnotatedImage(image or str(PurePosixPath(name).with_suffix(".jpg")), known, objects)
+
+
+def _stem_of_map(name: str) -> str:
+    """Return the stem of the XML file of a PNG file."""
+    return stem_of("/".join(part for part in name.split("/") if part.lower() not in _MAPS))
+
+
+def _add_masks(root: Path, images: Mapping[str, AnnotatedImage]) -> None:
+    """Add the masks of PNG files to the objects, and the areas of the masks; log their number, and files left out.
+
+    ``images`` are those that have a PNG file, by its name. A file that does not fit its XML file is left out.
+    """
+    problems = []
+    for name, image in images.items():
+        try:
+            masks = _object_masks(root / name, len(image.objects), image.size)
+        except (OSError, ValueError) as error:
+            problems.append(f"{printable(name)}: {error}")
+            continue
+        for one, mask in zip(image.objects, masks, strict=True):
+            if area := int(coco_mask.area(mask)):
+                one["segmentation"] = {"size": mask["size"], "counts": mask["counts"].decode("ascii")}
+                one["area"] = area
+    if images:
+        objects = [one for image in images.values() for one in image.objects]
+        logger.info(
+            "%s: %d of the %d objects of %d images with a PNG file in SegmentationObject have masks",
+            printable(root),
+            sum(map(has_mask, objects)),
+            len(objects),
+            len(images),
+        )
+    if problems:
+        logger.warning(
+            "%s: the masks of %s are left out: %s",
+            printable(root),
+            counted(len(problems), "image"),
+            listed(problems, separator="; "),
+        )
+
+
+def _object_masks(path: Path, objects: int, size: tuple[int, int] | None) -> list[dict[str, Any]]:
+    """Return the run lengths of each object of a PNG file, which may be empty.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: its pixels are no numbers of these objects, or its (height, width) is not ``size``.
+    """
+    image = open_image(image_bytes(path))
+    if image.mode not in ("P", "L"):
+        raise ValueError(
+            f"a {image.mode} image, expected a palette: pixels are the number of the object in the XML file"
+        )
+    pixels = np.asarray(image)
+    if size not in (None, pixels.shape):
+        raise ValueError(f"{image.width} x {image.height} pixels (width x height), the image has {size[1]} x {size[0]}")
+    numbers = np.arange(1, objects + 1)
+    most = int(pixels.max(initial=0, where=pixels != _VOID))
+    if most > objects:
+        raise ValueError(f"pixels of object {most}, the XML file has {counted(objects, 'object')}")
+    masks = (np.ascontiguousarray(pixels.T) == numbers[:, None, None]).view(np.uint8).T  # (H, W, N), column by column
+    return coco_mask.encode(masks) if objects else []
 
 
 class _NoDoctype(ElementTree.TreeBuilder):

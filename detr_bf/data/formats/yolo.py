@@ -2,7 +2,9 @@
 
 Format: https://docs.ultralytics.com/datasets/detect. Centre, width and height are fractions of the image after its EXIF
 rotation; classes count from 0. A line with three or more corners instead (``class x1 y1 x2 y2 x3 y3 ...``, a
-segmentation label) becomes the box around them. With ``kpt_shape`` in ``data.yaml`` the keypoints follow the box.
+segmentation label) is an object with this polygon as its mask, and the box around it. An oriented box is written as
+four corners and cannot be told from a polygon: it is read as one. With ``kpt_shape`` in ``data.yaml`` the keypoints
+follow the box.
 
 The reader is written here because hotcoco's (1.3) is optional, reads one folder of labels without splits, and knows
 neither corners nor the rotation.
@@ -11,8 +13,10 @@ neither corners nor the rotation.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import cycle
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -33,6 +37,7 @@ from detr_bf.data.formats.folder import (
 )
 from detr_bf.data.formats.yolo_settings import YoloSettings, images_of_list, is_class_list, read_settings
 from detr_bf.data.images import header_size
+from detr_bf.data.masks import polygon_area
 
 logger = logging.getLogger(__name__)
 
@@ -150,6 +155,7 @@ class _Labels:
         self._problems: list[tuple[str, str]] = []  # file and line, and what is wrong
         self._clipped: list[tuple[str, float, float]] = []  # line, smallest and largest value
         self._files = set[str]()
+        self._corners = Counter[int]()  # lines by number of corners, 0 for a box
 
     def read(self, name: str, label: str | None) -> AnnotatedImage:
         """Read the size and the labels of an image; the data checks report one whose size cannot be read."""
@@ -165,7 +171,7 @@ class _Labels:
         return AnnotatedImage(name, size, objects)
 
     def finish(self) -> None:
-        """Log the number of clipped boxes.
+        """Log the number of clipped boxes, and how lines with corners are read.
 
         Raises:
             InputError: there were lines that cannot be used; the message has their number and the first ones.
@@ -189,6 +195,16 @@ class _Labels:
                 low,
                 high,
                 where,
+            )
+        polygons = self._corners.total() - self._corners[0]
+        if polygons:
+            obb = " All have four corners, as oriented boxes have." if polygons == self._corners[4] else ""
+            logger.info(
+                "%s: %d of %d labels are polygons, the masks of their objects with model.masks=true.%s",
+                printable(self._root),
+                polygons,
+                self._corners.total(),
+                obb,
             )
 
     def _object(self, where: str, line: str, size: tuple[int, int]) -> dict[str, Any]:
@@ -225,8 +241,12 @@ class _Labels:
             w, h = right - left, bottom - top
         height, width = size
         bbox = [left * width, top * height, w * width, h * height]
-        area = max(0.0, bbox[2]) * max(0.0, bbox[3])
-        return {"name": self._classes[int(label)], "bbox": bbox, "area": area, "iscrowd": 0}
+        found = {"name": self._classes[int(label)], "bbox": bbox, "area": max(0.0, bbox[2]) * max(0.0, bbox[3])}
+        self._corners[0 if is_box else len(values) // 2] += 1
+        if not is_box:
+            polygon = [value * side for value, side in zip(values, cycle((width, height)), strict=False)]
+            found |= {"segmentation": [polygon], "area": polygon_area(polygon)}
+        return {**found, "iscrowd": 0}
 
 
 def _box(values: Sequence[float], is_box: bool) -> tuple[float, float, float, float]:

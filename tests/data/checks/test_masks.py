@@ -206,11 +206,12 @@ def test_objects_without_a_usable_segmentation(coco_folder: Factory, tmp_path: P
     del annotations[1]["segmentation"]
     annotations[2]["segmentation"] = {"size": [64, 48], "counts": [64 * 48]}
     annotations[4].update(segmentation=None, iscrowd=1)
-    [finding] = segmentation_findings(data, tmp_path / "cache").findings
-    assert (finding.severity, finding.code, finding.count) == ("error", "segmentation-unusable", 3), (
-        "crowds are read too"
-    )
-    assert finding.example.startswith("annotation 2 of image 1: segmentation is none")
+    annotations[5]["segmentation"] = []
+    missing, finding = segmentation_findings(data, tmp_path / "cache").findings
+    assert (missing.severity, missing.code, missing.count) == ("error", "mask-missing", 3), "crowds are read too"
+    assert missing.example.startswith("annotation 2 of image 1: bbox [34, 26, 24, 17], 0001.png; annotation 5 of")
+    assert (finding.severity, finding.code, finding.count) == ("error", "segmentation-unusable", 1)
+    assert finding.example.startswith("annotation 3 of image 2: run lengths are for 48 x 64 pixels")
     assert segmentation_findings(data, tmp_path / "cache", masks=False).findings == ()
 
 
@@ -292,6 +293,6 @@ def test_masks_of_copy_paste_are_needed_in_the_training_split_only(coco_folder: 
     boxes.write_text(json.dumps({**data.content, "annotations": without}))
     with_masks, no_masks = Source(data.images, data.annotations), Source(data.images, boxes)
     settings = {"num_queries": 10, "train_masks": True, "cache_dir": tmp_path / "cache"}
-    for train, val, codes in ((with_masks, no_masks, []), (no_masks, with_masks, ["segmentation-unusable"])):
+    for train, val, codes in ((with_masks, no_masks, []), (no_masks, with_masks, ["mask-missing"])):
         found = examine(train, val, **settings).findings
-        assert [each.code for each in found if each.severity == "error" and "segmentation" in each.code] == codes
+        assert [each.code for each in found if each.severity == "error" and "mask" in each.code] == codes

@@ -695,7 +695,7 @@ _OTHERS = [
         lambda root: put(root / "pets.json", createml(SIZES)),
         message="from_createml",
     ),
-    PublicFolder("labelme", "labelme", labelme, message="from_labelme"),
+    PublicFolder("labelme", "labelme", labelme, BOXES),
     PublicFolder("via-json", "VIA 2, JSON", via_json, message="its form is VIA: export the project"),
     PublicFolder("vott-json", "VoTT, JSON", vott_json, message="its form is VoTT: export the project"),
     PublicFolder("supervisely", "Supervisely", supervisely, message="its app Export to COCO"),

@@ -288,7 +288,9 @@ def test_an_unknown_split_names_the_known_ones(tmp_path: Path, name: str) -> Non
 
 
 def test_what_is_no_data_set_is_explained(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"give data\.root=DIR of a COCO, Roboflow, Pascal VOC, YOLO or CSV folder"):
+    with pytest.raises(
+        InputError, match=r"give data\.root=DIR of a COCO, Roboflow, Pascal VOC, YOLO, labelme or CSV folder"
+    ):
         read_folder(tmp_path / "missing")
     (tmp_path / "empty").mkdir()
     with pytest.raises(InputError, match="has no labels"):
