@@ -41,7 +41,7 @@ def build_windowed_vit(
     maps, whole = list(options.maps), set(options.global_blocks)
     select_levels({patch: 0}, strides, f"{name} with maps={maps}")
     if finer:
-        raise InputError(f"maps={maps}: DETR's mask head needs finer maps than these of stride {patch}; leave maps empty")
+        raise InputError(f"maps={maps}: DETR's mask head needs finer maps than of stride {patch}; leave maps empty")
     if options.window:
         raise InputError(f"maps={maps}: give the number of windows per side, windows, instead of window")
     if maps != sorted(set(maps)) or maps[-1] >= depth:

@@ -161,7 +161,7 @@ def test_blocks_after_the_last_map_do_not_learn() -> None:
     ("changes", "message"),
     [
         ({"strides": [16]}, r"strides=\[16\].*there is no stride 16; .* has feature maps of strides \[8\]"),
-        ({"finer": True}, "DETR's mask head needs finer maps than these of stride 8"),
+        ({"finer": True}, "DETR's mask head needs finer maps than of stride 8"),
         ({"vit": {"window": 3}}, "give the number of windows per side, windows, instead of window"),
         ({"vit": {"maps": [2, 0]}}, "expected blocks of timm:vit_small_patch14_dinov2, 0 to 3, in ascending order"),
         ({"vit": {"maps": [4]}}, "expected blocks of timm:vit_small_patch14_dinov2, 0 to 3"),
