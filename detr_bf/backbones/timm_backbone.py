@@ -101,26 +101,13 @@ def build_timm(
         features: Any = timm.create_model(name, features_only=True, **arguments).feature_info
     except (RuntimeError, TypeError, AttributeError) as error:  # which one depends on the network
         raise InputError(f"name=timm:{name}: timm has no feature maps of it ({error})") from error
-    if drop_path:
-        arguments = arguments | {"drop_path_rate": drop_path}
     level_of = {stride: level for level, stride in enumerate(features.reduction())}
     levels = select_levels(level_of, strides, f"timm:{name}")
     if finer:
         every = [stride for stride in sorted(level_of) if 4 <= stride <= strides[-1]]
         check_consecutive(every, strides, f"timm:{name}")
         levels = [level_of[stride] for stride in every]
-    try:
-        body: nn.Module = timm.create_model(name, features_only=True, out_indices=levels, **arguments)
-    except TypeError as error:
-        raise InputError(f"drop_path={drop_path:g}: timm:{name} has no stochastic depth ({error})") from error
-    if _is_swin(name):
-        body.patch_embed.dynamic_img_pad = True  # type: ignore[union-attr]  # images are padded to whole patches
-        for module in body.modules():
-            if isinstance(module, SwinTransformerBlock):
-                module.__class__ = PaddedSwinBlock
-    pad_at_the_end(body)
-    if getattr(body, "output_fmt", None) == Format.NHWC:
-        body = ChannelsFirst(body)
+    body = _body(name, levels, drop_path, arguments)
     stages = _stage_modules(body, features.module_name()[: levels[-1] + 1])
     _drop_blocks_after(body, stages)
     if weights != "none":
@@ -134,6 +121,22 @@ def build_timm(
         mean=tuple(cfg.mean),
         std=tuple(cfg.std),
     )
+
+
+def _body(name: str, levels: Sequence[int], drop_path: float, arguments: Mapping[str, Any]) -> nn.Module:
+    """Build the network up to the last of the ``levels``: images -> maps (B, C, h, w) of the levels."""
+    given = {**arguments, "drop_path_rate": drop_path} if drop_path else arguments
+    try:
+        body: nn.Module = timm.create_model(name, features_only=True, out_indices=levels, **given)
+    except TypeError as error:
+        raise InputError(f"drop_path={drop_path:g}: timm:{name} has no stochastic depth ({error})") from error
+    if _is_swin(name):
+        body.patch_embed.dynamic_img_pad = True  # type: ignore[union-attr]  # images are padded to whole patches
+        for module in body.modules():
+            if isinstance(module, SwinTransformerBlock):
+                module.__class__ = PaddedSwinBlock
+    pad_at_the_end(body)
+    return ChannelsFirst(body) if getattr(body, "output_fmt", None) == Format.NHWC else body
 
 
 def _plain_vit(name: str, weights: str, drop_path: float, vit: VitOptions) -> VisionTransformer:
