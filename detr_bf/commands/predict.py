@@ -414,7 +414,7 @@ def write_objects(
             if pictures:
                 save_picture(output.folder / names[number], replace(prediction, given=image).plot(labels))
             found.append(replace(prediction, given=Path(prediction.source)))  # its pixels need not be kept
-        for name, content in _contents(form, found, predictor.class_map, texts, output.folder).items():
+        for name, content in _contents(form, found, predictor.class_map, texts, output.folder):
             make_output_folder((output.folder / name).parent, "--output")
             if not isinstance(content, str):
                 write_json(output.folder / name, content)
@@ -426,27 +426,26 @@ def write_objects(
 
 def _contents(
     form: str, found: Sequence[Prediction], class_map: ClassMap, texts: Mapping[int, str], folder: Path
-) -> dict[str, Any]:
-    """Return the files of a format by name: text, or the content of a JSON file.
+) -> Iterator[tuple[str, Any]]:
+    """Yield the files of a format, name and text or the content of a JSON file.
 
     ``texts`` are the names of the label files by image, relative to the output ``folder``.
     """
     if form == "labelme":
-        files = [texts[each.image_id] for each in found]
-        return {
-            file: each.to_labelme(os.path.relpath(each.source, (folder / file).parent))
-            for each, file in zip(found, files, strict=True)
-        }
-    if form == "yolo":
-        lists = {"classes.txt": class_map.names, "images.txt": [each.source for each in found]}
-        return {texts[each.image_id]: each.to_yolo() for each in found} | {
-            name: "".join(f"{line}\n" for line in lines) for name, lines in lists.items()
-        }
-    if form == "csv":
-        return {OBJECT_FORMATS[form]: "".join(each.to_csv(header=number == 0) for number, each in enumerate(found))}
-    if form == "jsonl":
-        return {OBJECT_FORMATS[form]: "".join(f"{each.to_json()}\n" for each in found)}
-    return {OBJECT_FORMATS[form]: _coco(found, class_map) if form == "coco" else [each.to_dict() for each in found]}
+        for each in found:
+            name = texts[each.image_id]
+            source = Path(os.path.realpath(Path(each.source).parent), Path(each.source).name)
+            yield name, each.to_labelme(os.path.relpath(source, os.path.realpath((folder / name).parent)))
+    elif form == "yolo":
+        yield from ((texts[each.image_id], each.to_yolo()) for each in found)
+        for name, lines in (("classes.txt", class_map.names), ("images.txt", [each.source for each in found])):
+            yield name, "".join(f"{line}\n" for line in lines)
+    elif form == "csv":
+        yield OBJECT_FORMATS[form], "".join(each.to_csv(header=number == 0) for number, each in enumerate(found))
+    elif form == "jsonl":
+        yield OBJECT_FORMATS[form], "".join(f"{each.to_json()}\n" for each in found)
+    else:
+        yield OBJECT_FORMATS[form], _coco(found, class_map) if form == "coco" else [each.to_dict() for each in found]
 
 
 def _coco(found: Sequence[Prediction], class_map: ClassMap) -> dict[str, Any]:

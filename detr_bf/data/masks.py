@@ -221,7 +221,11 @@ def outlines(mask: NDArray[np.bool_]) -> list[list[float]]:
     The polygons follow the edges of the pixels, so that :func:`parts_of` gives the same mask again, except for holes,
     which are filled: no form of polygons here has them.
     """
-    regions, _ = ndimage.label(ndimage.binary_fill_holes(mask))
+    if not mask.any():
+        return []
+    [(all_rows, all_columns)] = ndimage.find_objects(mask.astype(np.uint8))  # a photograph may be large
+    regions, _ = ndimage.label(ndimage.binary_fill_holes(mask[all_rows, all_columns]))
+    left, top = all_columns.start - 1, all_rows.start - 1
     found = []
     for number, (rows, columns) in enumerate(ndimage.find_objects(regions), 1):
         inside = np.pad(regions[rows, columns] == number, 1)
@@ -233,7 +237,7 @@ def outlines(mask: NDArray[np.bool_]) -> list[list[float]]:
         while (corner := following[corners[-1]]) != start:
             corners.append(corner)
         turns = [
-            (x + columns.start - 1, y + rows.start - 1)
+            (x + columns.start + left, y + rows.start + top)
             for (xa, ya), (x, y), (xb, yb) in zip(
                 corners[-1:] + corners, corners, corners[1:] + corners[:1], strict=False
             )

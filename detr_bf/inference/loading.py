@@ -22,7 +22,7 @@ from detr_bf.common.files import is_file, is_folder
 from detr_bf.common.structures import ClassMap
 from detr_bf.common.text import printable
 from detr_bf.config import DetectionConfig, RunConfig, config_from_dict, config_to_dict, load_config, packaged_configs
-from detr_bf.data.formats import read_folder
+from detr_bf.data.formats import MASK_SPLITS, read_folder
 from detr_bf.detectors import Detector
 from detr_bf.engine import Checkpoint, build_and_load, checkpoint_of, load_checkpoint
 from detr_bf.evaluation import ScoreThresholds
@@ -280,7 +280,10 @@ def _evaluated_split(config: RunConfig, overrides: Sequence[str], folder: str | 
         return []  # data.root=DIR: the images of the run in another place, divided as in training
     found = read_folder(Path(data.root), data.format)
     known = [*found.split_names, *(name.split("/")[0] for name in found.split_names)]
-    split = next((name for name in (data.val.split, *VAL_NAMES) if name in known), ".")
+    names_of_val = [name for name in (data.val.split, *VAL_NAMES) if name]
+    if config.model.masks:  # those whose images have masks (Pascal VOC)
+        names_of_val = [*(MASK_SPLITS + name for name in names_of_val), *names_of_val]
+    split = next((name for name in names_of_val if name in known), ".")
     return [
         f"data.val.split={json.dumps(split)}",
         *stale,  # they belong to the images of the run

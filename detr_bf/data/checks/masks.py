@@ -132,7 +132,7 @@ def _images_without_size(split: Split) -> Iterator[str]:
 @MASK_CHECKS.add(
     "error",
     "mask-missing",
-    "the object has a box and no mask: draw its outline, or train boxes alone (model.masks=false)",
+    "the object has a box and no mask: draw its outline, or train boxes alone (model.masks=false, and no copy_paste)",
     examples=5,
 )
 def _objects_without_mask(split: Split) -> Iterator[str]:

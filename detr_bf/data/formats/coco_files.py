@@ -48,7 +48,10 @@ def read_coco(root: Path, names: Sequence[str]) -> DataFolder:
     files = {name: content for name in _candidates(names) if (content := _read(root / name)) is not None}
     if not files:
         check_foreign(root, names)
-        raise InputError(f"{printable(root)} has no JSON file with images, annotations and categories (COCO)")
+        raise InputError(
+            f"{printable(root)} has no JSON file with images, annotations and categories (COCO); "
+            "JSON files of labelme under other names than their images: data.format=labelme"
+        )
     index = PathIndex(names)
     located = {name: _located(root, name, content, index) for name, content in files.items()}
     images: list[Mapping[str, Any]] = [image for content in located.values() for image in content.images]

@@ -141,7 +141,7 @@ def coco_content(root: Path, images: Iterable[AnnotatedImage], names: Iterable[s
 
 
 def coco_document(content: CocoAnnotations) -> dict[str, list[dict[str, Any]]]:
-    """Return the content of a COCO file of boxes: the inverse of :func:`coco_content`, for a JSON file."""
+    """Return the content of a COCO file: the inverse of :func:`coco_content`, for a JSON file."""
     return {part: [dict(entry) for entry in getattr(content, part)] for part in ("images", "annotations", "categories")}
 
 

@@ -29,6 +29,8 @@ from detr_bf.data.paths import PathIndex
 logger = logging.getLogger(__name__)
 
 _TRIED = 5  # files that tell the form of a folder
+_KEPT = ("shapes", "imagePath", "imageHeight", "imageWidth")  # not imageData, the photograph itself
+_COCO = {"images", "annotations", "categories"}  # keys of its files
 _CIRCLE = 64  # corners of the polygon of a circle; a multiple of four, so that its box is that of the circle
 _EXPECTED = {  # points of the shapes that are read
     "polygon": "three or more points",
@@ -39,12 +41,22 @@ _WITHOUT_AREA = ("line", "linestrip", "point", "points")  # left out
 
 
 def is_labelme(root: Path, names: Sequence[str]) -> bool:
-    """Return True if one of the first JSON files is labelme's."""
-    for name in [name for name in names if name.lower().endswith(".json")][:_TRIED]:
-        with suppress(OSError, ValueError):  # the reader reports it
-            if _has_shapes(read_json(root / name)):
-                return True
-    return False
+    """Return True if one of the first JSON files with the name of an image is labelme's, and no other one is COCO's."""
+    stems = {PurePosixPath(name).stem for name in names if is_image(name)}
+    of_images, others = list[Path](), list[Path]()
+    for path in (root / name for name in names if name.lower().endswith(".json")):
+        (of_images if path.stem in stems else others).append(path)
+    return any("shapes" in _keys(path) for path in of_images[:_TRIED]) and not any(
+        path.name.startswith("instances_") or _keys(path) >= _COCO for path in others
+    )
+
+
+def _keys(path: Path) -> set[str]:
+    """Return the keys of a JSON file; none if it cannot be read, which the reader reports."""
+    with suppress(OSError, ValueError):
+        content = read_json(path)
+        return set(content) if isinstance(content, dict) else set()
+    return set()
 
 
 def read_labelme(root: Path, names: Sequence[str]) -> DataFolder:
@@ -96,7 +108,7 @@ def _read(path: Path) -> dict[str, Any] | None:
         content = read_json(path)
     except (OSError, ValueError) as error:
         raise InputError(f"{printable(path)} is not JSON ({error}): mend it, or move it out of the folder") from None
-    return content if _has_shapes(content) else None
+    return {key: content.get(key) for key in _KEPT} if _has_shapes(content) else None
 
 
 def _has_shapes(content: object) -> bool:
@@ -106,8 +118,9 @@ def _has_shapes(content: object) -> bool:
 def _image_of_path(name: str, content: Mapping[str, Any], index: PathIndex) -> str:
     """Return the file of ``imagePath``; the data checks report one that is missing."""
     given, folder = content["imagePath"], str(PurePosixPath(name).parent)
-    given = given if isinstance(given, str) and given else str(PurePosixPath(name).with_suffix(".jpg").name)
-    own = PureWindowsPath(given).name  # of a path of either system
+    own = PureWindowsPath(given).name if isinstance(given, str) else ""  # of a path of either system
+    if own in ("", ".."):
+        given = own = PurePosixPath(name).with_suffix(".jpg").name
     return index.find(given, [folder]) or index.find(own, [folder]) or str(PurePosixPath(folder, own))
 
 
@@ -174,5 +187,5 @@ def _object(shapes: Sequence[tuple[str, str, list[float]]]) -> dict[str, Any]:
     found = {"name": shapes[0][0], "bbox": [left, top, width, height], "area": width * height, "iscrowd": 0}
     if all(kind != "rectangle" for _, kind, _ in shapes):
         outlines = [outline for *_, outline in shapes]
-        found |= {"segmentation": outlines, "area": sum(map(polygon_area, outlines))}
+        found |= {"segmentation": outlines, "area": min(sum(map(polygon_area, outlines)), width * height)}
     return found

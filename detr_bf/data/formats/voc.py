@@ -72,7 +72,11 @@ def read_voc(root: Path, names: Sequence[str]) -> DataFolder:
         InputError: an XML file is not readable or not in VOC's form; the message names it.
     """
     files: dict[str, str] = {}
-    maps = {_stem_of_map(name): name for name in names if "segmentationobject" in name.lower().split("/")}
+    maps = {
+        _stem_of_map(name): name
+        for name in names
+        if "segmentationobject" in name.lower().split("/") and name.lower().endswith(".png")
+    }
     names = [name for name in names if _MAPS.isdisjoint(name.lower().split("/"))]
     for name in names:
         if name.lower().endswith(".xml") and (other := files.setdefault(stem_of(name), name)) != name:
@@ -191,10 +195,9 @@ def _add_masks(root: Path, images: Mapping[str, AnnotatedImage]) -> None:
         except (OSError, ValueError) as error:
             problems.append(f"{printable(name)}: {error}")
             continue
-        for one, mask in zip(image.objects, masks, strict=True):
-            if area := int(coco_mask.area(mask)):
-                one["segmentation"] = {"size": mask["size"], "counts": mask["counts"].decode("ascii")}
-                one["area"] = area
+        for number, mask in masks.items():
+            segmentation = {"size": mask["size"], "counts": mask["counts"].decode("ascii")}
+            image.objects[number - 1].update(segmentation=segmentation, area=int(coco_mask.area(mask)))
     if images:
         objects = [one for image in images.values() for one in image.objects]
         logger.info(
@@ -213,8 +216,8 @@ def _add_masks(root: Path, images: Mapping[str, AnnotatedImage]) -> None:
         )
 
 
-def _object_masks(path: Path, objects: int, size: tuple[int, int] | None) -> list[dict[str, Any]]:
-    """Return the run lengths of each object of a PNG file, which may be empty.
+def _object_masks(path: Path, objects: int, size: tuple[int, int] | None) -> dict[int, dict[str, Any]]:
+    """Return the run lengths of the objects of a PNG file that have pixels, by number.
 
     Raises:
         OSError: the file cannot be read.
@@ -228,12 +231,11 @@ def _object_masks(path: Path, objects: int, size: tuple[int, int] | None) -> lis
     pixels = np.asarray(image)
     if size not in (None, pixels.shape):
         raise ValueError(f"{image.width} x {image.height} pixels (width x height), the image has {size[1]} x {size[0]}")
-    numbers = np.arange(1, objects + 1)
-    most = int(pixels.max(initial=0, where=pixels != _VOID))
-    if most > objects:
-        raise ValueError(f"pixels of object {most}, the XML file has {counted(objects, 'object')}")
-    masks = (np.ascontiguousarray(pixels.T) == numbers[:, None, None]).view(np.uint8).T  # (H, W, N), column by column
-    return coco_mask.encode(masks) if objects else []
+    numbers = [number for number in np.unique(pixels).tolist() if number not in (0, _VOID)]
+    if numbers and numbers[-1] > objects:
+        raise ValueError(f"pixels of object {numbers[-1]}, the XML file has {counted(objects, 'object')}")
+    by_column = np.asfortranarray(pixels)
+    return {number: coco_mask.encode((by_column == number).view(np.uint8)) for number in numbers}
 
 
 class _NoDoctype(ElementTree.TreeBuilder):

@@ -241,11 +241,12 @@ class _Labels:
             w, h = right - left, bottom - top
         height, width = size
         bbox = [left * width, top * height, w * width, h * height]
-        found = {"name": self._classes[int(label)], "bbox": bbox, "area": max(0.0, bbox[2]) * max(0.0, bbox[3])}
+        area = max(0.0, bbox[2]) * max(0.0, bbox[3])
+        found = {"name": self._classes[int(label)], "bbox": bbox, "area": area}
         self._corners[0 if is_box else len(values) // 2] += 1
         if not is_box:
             polygon = [value * side for value, side in zip(values, cycle((width, height)), strict=False)]
-            found |= {"segmentation": [polygon], "area": polygon_area(polygon)}
+            found |= {"segmentation": [polygon], "area": min(polygon_area(polygon), area)}
         return {**found, "iscrowd": 0}
 
 

@@ -14,10 +14,13 @@ from PIL import Image
 from torch import Tensor
 
 from detr_bf.common.errors import InputError
+from detr_bf.config import load_config
 from detr_bf.data.batches import SampleKey
 from detr_bf.data.checks.annotations import examine
 from detr_bf.data.coco import CocoDetection, Source
 from detr_bf.data.formats import read_folder
+from detr_bf.data.formats.labelme import _read
+from detr_bf.inference.loading import _evaluated_split
 
 SIZE = (20, 10)  # width, height
 
@@ -96,6 +99,7 @@ def test_a_polygon_that_leaves_the_image_keeps_its_points_and_its_box_is_clipped
     [found] = objects(root)
     assert found["bbox"] == [0, 0, 10, 10]
     assert found["segmentation"][0] == pytest.approx([-1, 0, 10, 0, 10, 10.5, -1, 10.5])
+    assert found["area"] == 100, "at most that of the box"
     assert masks(root).sum() == 100
 
 
@@ -206,6 +210,17 @@ def test_a_voc_object_without_pixels_has_no_mask(tmp_path: Path) -> None:
     assert codes(root) == [("mask-missing", 1, "annotation 1 of image 1: bbox [0.0, 0.0, 4.0, 4.0], JPEGImages/a.jpg")]
 
 
+def test_void_is_no_object_of_voc(tmp_path: Path) -> None:
+    root = voc(tmp_path, object_pixels())
+    text = (root / "Annotations/a.xml").read_text()
+    [first] = re.findall("<object>.*?</object>", text)[:1]
+    put(root / "Annotations/a.xml", text.replace("</annotation>", 298 * first + "</annotation>"))
+    put(root / "SegmentationObject/a.txt", "notes")
+    found = objects(root)
+    assert [number for number, each in enumerate(found, 1) if "segmentation" in each] == [1, 2]
+    assert len(found) == 300
+
+
 def test_voc_without_png_files_is_as_before(tmp_path: Path) -> None:
     root = voc(tmp_path, None)
     assert objects(root) == [{"bbox": [0, 0, 4, 4], "area": 16}, {"bbox": [10, 0, 10, 10], "area": 100}]
@@ -252,6 +267,16 @@ def test_the_lists_of_segmentation_are_splits_of_their_own(tmp_path: Path) -> No
     folder = read_folder(root)
     assert {"train", "Segmentation/val"} <= {*folder.split_names}
     assert len(folder.split("Segmentation/val").annotations) == 2
+
+
+@pytest.mark.parametrize(("trained", "split"), [(True, "Segmentation/val"), (False, "val")])
+def test_a_run_with_masks_is_evaluated_on_the_split_with_masks(tmp_path: Path, trained: bool, split: str) -> None:
+    root = voc(tmp_path, object_pixels())
+    for folder in ("Main", "Segmentation"):
+        put(root / f"ImageSets/{folder}/val.txt", "a\n")
+    override = f"data.root={root}"
+    config = load_config(None, [override, "data.val_fraction=0.2", f"model.masks={trained}"], task="detection")
+    assert f'data.val.split="{split}"' in _evaluated_split(config, [override], root)
 
 
 def shape(kind: str | None, points: Any, label: Any = "cat", group: Any = None) -> dict[str, Any]:
@@ -378,6 +403,29 @@ def test_images_of_labelme_files(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     assert "1 images have no JSON file" in caplog.text
     assert len(folder.split("train").images) == 1
     assert ("file-missing", 1) in [found[:2] for found in codes(tmp_path)]
+
+
+@pytest.mark.parametrize("path", ["", "..", "/", 7, None])
+def test_an_image_path_without_a_name_is_that_of_the_file(tmp_path: Path, path: object) -> None:
+    put(tmp_path / "a.json", {"shapes": [shape("polygon", TRIANGLE)], "imagePath": path})
+    [image] = read_folder(tmp_path, "labelme").content.images
+    assert image["file_name"] == "a.jpg"
+
+
+@pytest.mark.parametrize("name", ["instances_train.json", "all.json"])
+def test_a_folder_with_coco_files_beside_labelme_is_coco(tmp_path: Path, name: str) -> None:
+    root = labelme(tmp_path, shape("polygon", TRIANGLE))
+    image = {"id": 3, "file_name": "a.jpg", "width": 20, "height": 10}
+    box = {"id": 1, "image_id": 3, "category_id": 9, "bbox": [1, 1, 4, 4], "area": 16, "iscrowd": 0}
+    put(root / name, {"images": [image], "annotations": [box], "categories": [{"id": 9, "name": "zebra"}]})
+    assert read_folder(root).form == "COCO JSON"
+    assert len(read_folder(root, "labelme").content.annotations) == 1
+
+
+def test_the_photograph_inside_a_labelme_file_is_not_kept(tmp_path: Path) -> None:
+    root = labelme(tmp_path, shape("polygon", TRIANGLE), imageData="iVBORw0KGgo")
+    assert "imageData" not in (_read(root / "a.json") or {})
+    assert len(objects(root)) == 1
 
 
 def test_two_labelme_files_of_one_image_are_refused(tmp_path: Path) -> None:
