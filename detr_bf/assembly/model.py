@@ -148,10 +148,13 @@ def _warn_of_unused_settings(config: DetectionConfig) -> None:
         logger.warning("model.groups.one_to_many.queries=0 does not use repeats and weight beside it")
     keys = dict.fromkeys(key for kind in CLASSIFICATIONS.values() for key in settings_of(kind))
     _warn_of_unused("loss", "classification", loss, keys, settings_of(CLASSIFICATIONS[loss.classification]))
-    for names, used in ((OF_DISTRIBUTIONS, model.name == "dfine"), (OF_POINTS, model.mask_head == "rfdetr")):
+    for names, used, chosen in (
+        (OF_DISTRIBUTIONS, model.name == "dfine", f"model.name={model.name}"),
+        (OF_POINTS, model.mask_head == "rfdetr", "a detector without RF-DETR's mask head"),
+    ):
         changed = [key for key in names if attrgetter(key)(loss) != attrgetter(key)(LossConfig())]
         if changed and not used:
-            logger.warning("model.name=%s does not use %s", model.name, ", ".join(f"loss.{key}" for key in changed))
+            logger.warning("%s does not use %s", chosen, ", ".join(f"loss.{key}" for key in changed))
 
 
 def _warn_of_unused(group: str, chosen: str, config: Any, keys: Iterable[str], used: Sequence[str]) -> None:

@@ -110,3 +110,11 @@ class ContrastiveConfig(RunConfig):
     data: ContrastiveDataConfig = field(default_factory=ContrastiveDataConfig)
     optimizer: ContrastiveOptimizerConfig = field(default_factory=ContrastiveOptimizerConfig)
     eval: ContrastiveEvalConfig = field(default_factory=ContrastiveEvalConfig)
+
+    def check_values(self, prefix: str) -> None:
+        super().check_values(prefix)
+        if self.data.repeats > 1:
+            raise InputError(
+                f"{prefix}data.repeats={self.data.repeats}: copies of an image in the batches of different processes "
+                "would be each other's negatives; leave it at 1"
+            )

@@ -167,8 +167,9 @@ def image_folder(
 ) -> LabelledSplits:
     """Read ``root/train/CLASS/...`` and ``root/val/CLASS/...``; the classes are the sorted folder names of train.
 
-    Images may be in subfolders of a class. Only files with an image extension are used. With ``labelled=False``, two
-    folders without folders in them are read too, as images of one class.
+    Images may be in subfolders of a class. Only files with an image extension are used. With
+    ``labelled=False`` folders that hold images directly, or have other folders than the other one, are read as images
+    of one class.
 
     Raises:
         InputError: a folder is missing or has no classes or no images, or val has other classes than train; with
@@ -176,6 +177,8 @@ def image_folder(
     """
     folders = [Path(root) / name for name in (train, val)]
     names, others = (_class_names(folder, labelled) for folder in folders)
+    if not labelled and (not names or names != others or any(map(_holds_images, folders))):
+        names = others = [os.curdir]
     if names != others and not (val_subset and set(others) < set(names)):
         only_val, only_train = sorted(set(others) - set(names)), sorted(set(names) - set(others))
         first, second = (listed(classes, _NAMED) or "none" for classes in (only_val, only_train))
@@ -189,17 +192,19 @@ def image_folder(
     return LabelledSplits(train_split, val_split, class_map_of(names))
 
 
+def _holds_images(folder: Path) -> bool:
+    return any(path.suffix.lower() in IMG_EXTENSIONS for path in folder.iterdir())
+
+
 def _class_names(folder: Path, labelled: bool) -> list[str]:
-    """Return the names of the folders in ``folder``; ``.`` if there are none and images need no labels."""
+    """Return the names of the folders in ``folder``, of which there must be one if images need labels."""
     if not is_folder(folder):
         raise InputError(
             f"there is no folder {printable(folder)}: data.name=image_folder needs data.root/data.train/CLASS/ and "
             "data.root/data.val/CLASS/ with the images"
         )
     names = sorted(path.name for path in folder.iterdir() if is_folder(path) and not path.name.startswith("."))
-    if not names and not labelled:
-        return [os.curdir]
-    if not names:
+    if labelled and not names:
         raise InputError(f"{printable(folder)} has no folders in it: expected one for each class, with its images")
     return names
 

@@ -52,7 +52,7 @@ class ProductMaskHead(nn.Module):
         """
         cells, *_ = memory.static["spatial_shapes"]
         x = level_of(memory, cells).transpose(1, 2).unflatten(2, cells)
-        x = F.interpolate(x, size=[side // self.stride for side in size], mode="bilinear")
+        x = F.interpolate(x, size=[max(1, side // self.stride) for side in size], mode="bilinear")
         proposals = outputs.proposals and self._with_masks(outputs.proposals, [self.project(x)])
         maps = []
         for block in self.blocks:

@@ -28,7 +28,16 @@ from detr_bf.config import DetectionConfig, config_from_dict
 from detr_bf.config.detection import BackboneConfig
 from detr_bf.detectors import Detector
 from detr_bf.detectron2.parts import Detectron2Backbone, build_parts, check_classes
-from detr_bf.detectron2.tensors import batch_of, cropped, fields_of, output_target, panoptic_of, target_of
+from detr_bf.detectron2.tensors import (
+    Size,
+    batch_of,
+    cropped,
+    fields_of,
+    output_target,
+    panoptic_of,
+    target_of,
+    with_padded_masks,
+)
 from detr_bf.engine.step import Criterion
 from detr_bf.losses import LossReport
 from detr_bf.losses.postprocess import PanopticPostprocess, Postprocess
@@ -222,7 +231,9 @@ class DetrBf(nn.Module):
             )
             for number, each in enumerate(inputs)
         ]
-        outputs = self._outputs(inputs, targets)
+        outputs, size = self._outputs(inputs, targets)
+        if outputs.layer_masks:  # compared at points in fractions of the padded batch
+            targets = with_padded_masks(targets, size)
         with torch.autocast(self.device.type, enabled=False):
             report = self.criterion(outputs, targets)
         _store(report)
@@ -243,7 +254,7 @@ class DetrBf(nn.Module):
         return [list(group) for _, group in groupby(sorted(numbers, key=shapes.__getitem__), key=shapes.__getitem__)]
 
     def _predict(self, inputs: Inputs) -> list[dict[str, Any]]:
-        outputs = self._outputs(inputs)
+        outputs, _ = self._outputs(inputs)
         targets = []
         for number, each in enumerate(inputs):
             height, width = each["image"].shape[-2:]
@@ -259,7 +270,8 @@ class DetrBf(nn.Module):
                 prediction["panoptic_seg"] = panoptic_of(panoptic, self.panoptic.is_thing)
         return predictions
 
-    def _outputs(self, inputs: Inputs, targets: Sequence[Target] = ()) -> Outputs:
+    def _outputs(self, inputs: Inputs, targets: Sequence[Target] = ()) -> tuple[Outputs, Size]:
+        """Return the outputs, and height and width of the padded batch."""
         body = self.detector.backbone.body
         images = ImageList.from_tensors(
             [each["image"].to(self.device) for each in inputs],
@@ -271,8 +283,9 @@ class DetrBf(nn.Module):
         height, width = pixels.shape[-2:]
         largest = max(h for h, _ in images.image_sizes), max(w for _, w in images.image_sizes)
         if outputs.masks is None or largest == (height, width):
-            return outputs
-        return dataclasses.replace(outputs, masks=cropped(outputs.masks, (height, width), largest))
+            return outputs, (height, width)
+        masks = cropped(outputs.masks, (height, width), largest)
+        return dataclasses.replace(outputs, masks=masks), (height, width)
 
 
 def build_detr_bf(

@@ -6,6 +6,7 @@ Shape legend: B images, T objects of one image, N detections, H x W pixels of th
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -102,6 +103,16 @@ def cropped(masks: Masks, padded: Size, size: Size) -> Masks:
         return logits[:, 0, : size[0], : size[1]]
 
     return Masks(of, masks.rows, masks.queries)
+
+
+def with_padded_masks(targets: Sequence[Target], size: Size) -> list[Target]:
+    """Pad the masks (T, h, w) of each target at the right and at the bottom to ``size``, that of the padded batch."""
+    padded = []
+    for each in targets:
+        assert each.masks is not None, "targets for a mask head have masks"
+        height, width = each.masks.shape[1:]
+        padded.append(replace(each, masks=F.pad(each.masks, (0, size[1] - width, 0, size[0] - height))))
+    return padded
 
 
 def drawn(objects: Sequence[Sequence[Any]], size: Size) -> Tensor:

@@ -22,9 +22,9 @@ OVERSAMPLING = 3  # random points per point of a loss, among which the most unce
 UNCERTAIN = 0.75  # share of the points that are chosen so; the others are random
 
 
-def random_points(*counts: int, device: torch.device, fixed: bool) -> Tensor:
-    """Draw points (..., 2), uniform in [0, 1); ``fixed``: the same at each call, and no random state is changed."""
-    generator = torch.Generator(device).manual_seed(0) if fixed else None
+def random_points(*counts: int, device: torch.device, fixed: bool, seed: int = 0) -> Tensor:
+    """Draw points (..., 2), uniform in [0, 1); ``fixed``: those of ``seed``, and no random state is changed."""
+    generator = torch.Generator(device).manual_seed(seed) if fixed else None
     return torch.rand(*counts, 2, device=device, generator=generator)
 
 
@@ -105,5 +105,5 @@ def uncertain_points(logits: Tensor, number: int, *, fixed: bool) -> Tensor:
     drawn = random_points(len(logits), OVERSAMPLING * number, device=logits.device, fixed=fixed).to(logits.dtype)
     certainty = bilinear(logits[:, None], drawn)[:, 0].abs()
     best = certainty.topk(chosen, dim=1, largest=False).indices[..., None].expand(-1, -1, 2)
-    others = random_points(len(logits), number - chosen, device=logits.device, fixed=fixed).to(logits.dtype)
+    others = random_points(len(logits), number - chosen, device=logits.device, fixed=fixed, seed=1).to(logits.dtype)
     return torch.cat([drawn.gather(1, best), others], dim=1)

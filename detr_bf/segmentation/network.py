@@ -161,7 +161,7 @@ class Segmenter(nn.Module):
     def _averaged(self, batch: Batch) -> SegmentationOutputs:
         """Return the logarithms of the mean probabilities over the scales and flips."""
         size = (batch.images.shape[-2], batch.images.shape[-1])
-        found = []
+        mean, count = torch.zeros(()), len(self.scales) * (1 + self.flip)
         for scale in self.scales:
             scaled = [max(1, round(scale * side)) for side in size]
             images = resize_image(batch.images, scaled, antialias=True)
@@ -170,6 +170,5 @@ class Segmenter(nn.Module):
                 pixels, mask = (x.flip(-1) if mirror else x for x in (images, padding))
                 logits = self.head([level.tensor for level in self.backbone(pixels, mask)])
                 probabilities = interpolated(logits.float(), size).softmax(1)
-                found.append(probabilities.flip(-1) if mirror else probabilities)
-        mean = torch.stack(found).mean(0)
+                mean = mean + (probabilities.flip(-1) if mirror else probabilities) / count
         return SegmentationOutputs(mean.clamp(min=torch.finfo(mean.dtype).tiny).log(), size)

@@ -200,7 +200,7 @@ def test_settings_another_detector_would_use_are_told(caplog: pytest.LogCaptureF
         ),
         (
             ["model.masks=true", "loss.mask_cells_per_point=8", "loss.matcher.mask_cost=1"],
-            "model.name=detr does not use loss.mask_cells_per_point, loss.matcher.mask_cost",
+            "a detector without RF-DETR's mask head does not use loss.mask_cells_per_point, loss.matcher.mask_cost",
         ),
         (
             ["model.masks=true", "model.rfdetr.mask_stride=8"],

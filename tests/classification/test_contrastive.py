@@ -364,6 +364,7 @@ def test_pairs_survive_a_capture() -> None:
     ("settings", "message"),
     [
         (["data.transforms.blur=[1.0]"], "blur must be two probabilities"),
+        (["data.repeats=3"], "would be each other's negatives"),
         (["data.transforms.area=[0.5,0.1]"], "area must be two shares"),
         (["model.name=cifar_resnet20", "model.options={}"], "no form without a classifier"),
         (["batch_former.enabled=true", "batch_former.heads=5"], "heads"),

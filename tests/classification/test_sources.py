@@ -59,9 +59,22 @@ def test_images_without_labels_need_no_folders(tmp_path: Path) -> None:
     assert splits.train.images.names == ["1.png", "2.png"]
     assert splits.train.images.read(0)[:, 0, 0].tolist() == [1, 10, 20]
     assert (len(splits.class_map.names), splits.val.labels.tolist()) == (1, [0])
-    class_folders(tmp_path, [], ["deep/4.png"])
-    with pytest.raises(InputError, match="must be those of"):
-        read_splits("image_folder", str(tmp_path), "train", "val", labelled=False)
+    class_folders(tmp_path, ["deep/4.png", "other/5.png"], [])
+    splits = read_splits("image_folder", str(tmp_path), "train", "val", labelled=False)
+    assert isinstance(splits.train.images, FileImages)
+    assert splits.train.images.names == ["1.png", "2.png", "deep/4.png", "other/5.png"]
+
+
+def test_images_without_labels_need_not_have_the_same_folders_in_both_splits(tmp_path: Path) -> None:
+    class_folders(tmp_path, ["a/1.png", "b/2.png"], ["3.png"])
+    splits = read_splits("image_folder", str(tmp_path), "train", "val", labelled=False)
+    assert (len(splits.class_map.names), splits.train.labels.tolist(), len(splits.val)) == (1, [0, 0], 1)
+    with pytest.raises(InputError, match="has no folders in it"):
+        read_splits("image_folder", str(tmp_path), "train", "val")
+    same = tmp_path / "same"
+    class_folders(same, ["a/1.png", "b/2.png"], ["a/3.png", "b/4.png"])
+    splits = read_splits("image_folder", str(same), "train", "val", labelled=False)
+    assert (splits.class_map.names, splits.train.labels.tolist()) == (("a", "b"), [0, 1])
 
 
 def test_validation_classes_must_be_those_of_training(tmp_path: Path) -> None:

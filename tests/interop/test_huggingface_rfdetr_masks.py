@@ -137,6 +137,7 @@ def test_their_losses_and_gradients() -> None:
         "it",
     )
     for name, parameter in own.named_parameters():
+        assert parameter.grad is not None or not name.startswith("mask_head"), name
         if parameter.grad is not None:
             torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-5, atol=1e-6, msg=name)
             assert parameter.grad.any() or not name.startswith("mask_head"), name
