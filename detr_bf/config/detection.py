@@ -546,8 +546,8 @@ class DetectionConfig(RunConfig):
             raise InputError(
                 f"{prefix}data.transforms.{'square' if wrong[0] == square else 'square with data.batch_sides'}: "
                 f"{wrong[0]} is not a multiple of {divisor} pixels, the coarsest stride or the windows of the model: "
-                f"give {near}, or {prefix}data.transforms.size_divisor=1, with which boxes and masks shift by up to half "
-                "a cell"
+                f"give {near}, or {prefix}data.transforms.size_divisor=1, with which boxes and masks shift by half a "
+                "cell at most"
             )
 
     def _check_epochs(self, prefix: str) -> None:

@@ -54,15 +54,7 @@ def export_command(arguments: Sequence[str]) -> int:
 
 
 CLASSES = ClassMap((7, 3, 9), ("cat", "dog", "猫"))
-FAST = (
-    "detr",
-    "conditional_detr",
-    "dab_detr",
-    "smca",
-    "deformable_detr_two_stage",
-    "dino",
-    "rtdetr",
-)  # an export takes seconds; the others are slow tests
+FAST = ("detr", "conditional_detr", "deformable_detr_two_stage", "rtdetr")  # others share their parts: slow tests
 SMALL = ("data.transforms.eval_short_side=64", "data.transforms.max_size=96", "eval.max_detections=7")
 KINDS = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in DETECTORS]
 NO_IMAGES = '{"batch": 0, "size": null, "postprocess": false}'

@@ -499,7 +499,7 @@ def test_a_package(tmp_path: Path) -> None:
     check_the_same(original, tmp_path / "it.pt2", file_of(tmp_path / "it.pt2").fitted(batch))
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_package_for_squares_has_two_inputs(tmp_path: Path) -> None:
     original = attending("rtdetr", "single_stream_inference", "data.transforms.square=64")
     original.export(tmp_path / "it.pt2", batch=1)
@@ -508,7 +508,16 @@ def test_a_package_for_squares_has_two_inputs(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["deformable_detr_two_stage", "rtdetr", "smca_multi_scale", "dab_detr"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "dab_detr",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("deformable_detr_two_stage", "rtdetr", "smca_multi_scale")
+        ),
+    ],
+)
 @pytest.mark.parametrize("mode", ["mini_batch_inference", "single_stream_inference"])
 def test_other_detectors(name: str, mode: str, tmp_path: Path) -> None:
     compared = attending(name, mode).export(tmp_path / "it.onnx")
