@@ -268,7 +268,7 @@ def peer_settings(config: DetectionConfig) -> dict[str, Any]:
     is_detr = config.model.name == "detr"
     return {
         **dict.fromkeys(dropouts, config.model.dropout),
-        **{name: int(cost) for name, cost in asdict(loss.matcher).items() if name != "extra"},
+        **{name: int(getattr(loss.matcher, name)) for name in ("class_cost", "bbox_cost", "giou_cost")},
         "auxiliary_loss": config.model.aux_loss,
         "bbox_loss_coefficient": int(loss.bbox_weight),
         "giou_loss_coefficient": int(loss.giou_weight),

@@ -633,6 +633,6 @@ def test_published_recipes_of_detectors_round_no_side_and_fine_tuning_does() -> 
         tuned = load_config([CONFIGS / name, CONFIGS / "finetune.yaml"])
         backbone, coarsest = tuned.model.backbone, max(tuned.model.all_strides)
         side = backbone.strides[-1] * backbone.vit.windows  # of the smallest image of whole windows
-        assert 16 <= tuned.size_divisor <= max(coarsest, side), name
+        assert 12 <= tuned.size_divisor <= max(coarsest, side), name
         assert not tuned.size_divisor % coarsest, name
         assert not tuned.size_divisor % side, name
