@@ -259,7 +259,12 @@ def build_criterion(config: DetectionConfig, *, local: bool = False) -> SetCrite
         return SetCriterion(
             classification,
             HungarianMatcher(
-                *(classification, costs.class_cost, costs.bbox_cost, costs.giou_cost, loss.giou_eps, costs.extra),
+                classification,
+                costs.class_cost,
+                costs.bbox_cost,
+                costs.giou_cost,
+                loss.giou_eps,
+                costs.extra,
                 mask_cost=costs.mask_cost,
                 dice_cost=costs.dice_cost,
                 cells_per_point=loss.mask_cells_per_point,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import cast
@@ -85,7 +84,7 @@ def momentum_contrast_loss(
     )
 
 
-def perceptron(layers: int, dim: int, hidden: int, out: int, *, last_norm: bool) -> nn.Sequential:
+def normed_mlp(layers: int, dim: int, hidden: int, out: int, *, last_norm: bool) -> nn.Sequential:
     """Return linear layers without bias, with batch norm and ReLU between them: (R, dim) -> (R, out).
 
     Args:
@@ -138,8 +137,8 @@ class MomentumContrast(nn.Module):
             _prepare(encoder, freeze_patches)
         self.encoder = encoder
         channels = cast("int", encoder.head_hidden_size)
-        self.projector = perceptron(3 if transformer else 2, channels, hidden, dim, last_norm=True)
-        self.predictor = perceptron(2, dim, hidden, dim, last_norm=transformer)
+        self.projector = normed_mlp(3 if transformer else 2, channels, hidden, dim, last_norm=True)
+        self.predictor = normed_mlp(2, dim, hidden, dim, last_norm=transformer)
         self.momentum_encoder = copy.deepcopy(self.encoder).requires_grad_(False)
         self.momentum_projector = copy.deepcopy(self.projector).requires_grad_(False)
         self.batch_former = batch_former
@@ -186,13 +185,9 @@ class MomentumContrast(nn.Module):
         momentum = self.momentum
         if self.cosine:
             momentum = 1 - (1 - momentum) * (1 + math.cos(math.pi * share)) / 2
-        slow, own = zip(*self._followed(), strict=True)
+        slow: list[Tensor] = [*self.momentum_encoder.parameters(), *self.momentum_projector.parameters()]
+        own: list[Tensor] = [*self.encoder.parameters(), *self.projector.parameters()]
         torch._foreach_lerp_(slow, own, 1 - momentum)
-
-    def _followed(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield each parameter of the momentum side with that which it follows."""
-        for slow, own in ((self.momentum_encoder, self.encoder), (self.momentum_projector, self.projector)):
-            yield from zip(slow.parameters(), own.parameters(), strict=True)
 
 
 def _prepare(vit: VisionTransformer, freeze_patches: bool) -> None:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -27,6 +27,8 @@ from detr_bf.evaluation.error_types import Calibration
 if TYPE_CHECKING:
     from detr_bf.classification.contrastive import Embedded  # loads timm
     from detr_bf.classification.masked_autoencoder import Reconstructed  # loads timm
+
+P = TypeVar("P", bound="PretrainingResult")
 
 GROUPS = ("many", "medium", "few")
 CLASSIFICATION_METRIC_NAMES = ("top1", "top5", *GROUPS, "balanced", "ece", "loss")
@@ -352,12 +354,11 @@ def _mean_accuracy(classes: Iterable[ClassAccuracy]) -> float | None:
 
 
 @dataclass(frozen=True)
-class ReconstructionResult:
-    """Mean reconstruction loss of a split."""
+class PretrainingResult:
+    """Mean loss of a split."""
 
-    loss: float | None  # on masked patches; None if that of some image is not finite
+    loss: float | None  # None if that of some image is not finite
     num_images: int
-    num_not_finite: int = 0  # images
 
     @property
     def metrics(self) -> dict[str, float | None]:
@@ -371,21 +372,28 @@ class ReconstructionResult:
 
     @property
     def thresholds(self) -> None:
-        """None: reconstructions have no thresholds."""
-
-    def __str__(self) -> str:
-        if self.loss is None:
-            return f"loss n/a  ({self.num_not_finite:,} of {self.num_images:,} images without a finite loss)"
-        return f"loss {self.loss:.4f}"
+        """None: there are no thresholds without classes."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain numbers for JSON."""
         return dataclasses.asdict(self)
 
     @classmethod
-    def from_dict(cls, state: Mapping[str, Any]) -> ReconstructionResult:
+    def from_dict(cls: type[P], state: Mapping[str, Any]) -> P:
         """Create a result from :meth:`to_dict`."""
         return cls(**state)
+
+
+@dataclass(frozen=True)
+class ReconstructionResult(PretrainingResult):
+    """Mean reconstruction loss of a split, on masked patches."""
+
+    num_not_finite: int = 0  # images
+
+    def __str__(self) -> str:
+        if self.loss is None:
+            return f"loss n/a  ({self.num_not_finite:,} of {self.num_images:,} images without a finite loss)"
+        return f"loss {self.loss:.4f}"
 
 
 class ReconstructionEvaluator:
@@ -420,40 +428,19 @@ class ReconstructionEvaluator:
 
 
 @dataclass(frozen=True)
-class ContrastiveResult:
-    """Contrastive loss and instance discrimination of a split."""
+class ContrastiveResult(PretrainingResult):
+    """Contrastive loss (InfoNCE of both directions) and instance discrimination of a split."""
 
-    loss: float | None  # InfoNCE of both directions; None if an embedding is not finite
-    instance_accuracy: float | None  # share of the queries nearest to their own key, mean of both directions
-    num_images: int
+    instance_accuracy: float | None = None  # share of the queries nearest to their own key, mean of both directions
 
     @property
     def metrics(self) -> dict[str, float | None]:
-        """All metrics by name."""
         return {"loss": self.loss, "instance_accuracy": self.instance_accuracy}
-
-    @property
-    def score(self) -> float:
-        """Value that selects the best checkpoint: the negative loss."""
-        return -math.inf if self.loss is None else -self.loss
-
-    @property
-    def thresholds(self) -> None:
-        """None: embeddings have no thresholds."""
 
     def __str__(self) -> str:
         if self.loss is None or self.instance_accuracy is None:
             return "loss n/a  (embeddings that are not finite)"
         return f"loss {self.loss:.4f}  instance accuracy {100 * self.instance_accuracy:.1f}"
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain numbers for JSON."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_dict(cls, state: Mapping[str, Any]) -> ContrastiveResult:
-        """Create a result from :meth:`to_dict`."""
-        return cls(**state)
 
 
 class ContrastiveEvaluator:
@@ -483,7 +470,7 @@ class ContrastiveEvaluator:
         rows = self._rows.joined()
         queries, keys = rows["queries"].double(), rows["keys"].double()
         if not (queries.isfinite().all() and keys.isfinite().all()):
-            return ContrastiveResult(None, None, len(queries))
+            return ContrastiveResult(None, len(queries))
         loss, right = 0.0, 0
         groups = -(-len(queries) // _MAX_KEYS)
         for query, key in zip(queries.tensor_split(groups), keys.tensor_split(groups), strict=True):
@@ -491,4 +478,4 @@ class ContrastiveEvaluator:
                 own, others = query[:, view], key[:, 1 - view]
                 loss += len(own) * info_nce(own, others, temperature=self.temperature).item()
                 right += int((similarities(own, others).argmax(1) == torch.arange(len(own))).sum())
-        return ContrastiveResult(loss / len(queries), right / (2 * len(queries)), len(queries))
+        return ContrastiveResult(loss / len(queries), len(queries), right / (2 * len(queries)))

@@ -177,7 +177,8 @@ def image_folder(
     """
     folders = [Path(root) / name for name in (train, val)]
     names, others = (_class_names(folder, labelled) for folder in folders)
-    if not labelled and (not names or names != others or any(map(_holds_images, folders))):
+    direct = any(path.suffix.lower() in IMG_EXTENSIONS for folder in folders for path in folder.iterdir())
+    if not labelled and (not names or names != others or direct):
         names = others = [os.curdir]
     if names != others and not (val_subset and set(others) < set(names)):
         only_val, only_train = sorted(set(others) - set(names)), sorted(set(names) - set(others))
@@ -190,10 +191,6 @@ def image_folder(
         )
     train_split, val_split = (_folder_split(folder, names, max_pixels) for folder in folders)
     return LabelledSplits(train_split, val_split, class_map_of(names))
-
-
-def _holds_images(folder: Path) -> bool:
-    return any(path.suffix.lower() in IMG_EXTENSIONS for path in folder.iterdir())
 
 
 def _class_names(folder: Path, labelled: bool) -> list[str]:

@@ -23,6 +23,7 @@ from detr_bf.classification.assembly import (
     image_optimizer,
 )
 from detr_bf.classification.assembly_data import (
+    ImageConfig,
     ImageSplits,
     build_image_splits,
     check_image_data,
@@ -371,7 +372,7 @@ def initial_weights(path: Path) -> dict[str, Tensor]:
     return {ENCODER + name: value for name, value in weights.items() if name != "pos_embed"}
 
 
-def random_images(config: ClassifierConfig | MaskedConfig | ContrastiveConfig) -> Tensor:
+def random_images(config: ImageConfig) -> Tensor:
     """Return two random images of the size of the config, (2, 3, H, W) float32."""
     side = config.data.transforms.size
     return torch.randn(2, 3, side, side, generator=torch.Generator().manual_seed(0))

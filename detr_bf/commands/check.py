@@ -70,8 +70,7 @@ def _checked(options: argparse.Namespace) -> tuple[Any, list[str], list[str]]:
 
     configs = files or [packaged_configs()["finetune"]]
     overrides = [f"data.root={json.dumps(str(folder), ensure_ascii=False)}", *overrides]
-    planned: DetectionConfig = load_config(configs, overrides, task="detection")
-    overrides += folder_splits(planned.data, planned.model.masks)
+    overrides += folder_splits(load_config(configs, overrides, task="detection"))
     named = [text for text in words if text not in folders and text not in overrides]
     return load_config(configs, overrides, task="detection"), named, overrides
 

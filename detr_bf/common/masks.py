@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate
 
 import torch
@@ -26,9 +25,9 @@ class ObjectMasks:
     first: Tensor  # (B,) int64, index of the first object of each image
 
     @classmethod
-    def of(cls, masks: Sequence[Tensor]) -> ObjectMasks:
-        """Pad the masks (T, h, w) of each image."""
-        height, width = (max(x.shape[dim] for x in masks) for dim in (1, 2))
+    def of(cls, masks: Sequence[Tensor], size: tuple[int, int] | None = None) -> ObjectMasks:
+        """Pad the masks (T, h, w) of each image to ``size`` (height, width), or else to the largest image."""
+        height, width = size or (max(x.shape[dim] for x in masks) for dim in (1, 2))
         pixels = torch.cat([F.pad(x, (0, width - x.shape[2], 0, height - x.shape[1])) for x in masks])
         return cls(pixels, tensor_on(pixels.device, list(accumulate((len(x) for x in masks[:-1]), initial=0))))
 
@@ -73,22 +72,31 @@ class Masks:
 
 
 @dataclass(frozen=True)
-class ProductMasks(Masks):
+class ProductMasks:
     """Mask logits that are the product of a vector of each query with the map of its row, plus a bias (RF-DETR)."""
 
     maps: Tensor  # (R, C, h, w) over the padded image
     vectors: Tensor  # (R, Q, C)
     bias: Tensor  # (1,)
+    size: tuple[int, int]  # height and width of the padded image in pixels
 
-    @classmethod
-    def over(cls, maps: Tensor, vectors: Tensor, bias: Tensor) -> ProductMasks:
-        rows, queries = vectors.shape[:2]
-        return cls(partial(_products, maps, vectors, bias), rows, queries, maps, vectors, bias)
+    @property
+    def rows(self) -> int:
+        return self.vectors.shape[0]
+
+    @property
+    def queries(self) -> int:
+        return self.vectors.shape[1]
 
     @property
     def cells(self) -> int:
         """Number of cells of a mask."""
         return self.maps.shape[2] * self.maps.shape[3]
+
+    def of(self, row: Tensor, query: Tensor) -> Tensor:
+        """Compute the masks (M, h, w) of queries (M,) of rows (M,), int64, in any order; reads the rows on the host."""
+        order, counts = row.argsort(stable=True), row.bincount(minlength=self.rows).tolist()
+        return self.by_row(query[order], counts)[order.argsort()]
 
     def all(self) -> Tensor:
         """Compute all masks: (R, Q, h, w)."""
@@ -108,16 +116,6 @@ class ProductMasks(Masks):
         maps = self.maps.to(torch.promote_types(self.maps.dtype, torch.float32))
         sampled = bilinear(maps, points.to(maps.dtype).expand(len(maps), -1, -1))
         return self.vectors.to(maps.dtype) @ sampled + self.bias
-
-
-def _products(maps: Tensor, vectors: Tensor, bias: Tensor, row: Tensor, query: Tensor) -> Tensor:
-    """Return the masks (M, h, w) of queries (M,) of rows (M,) in any order; reads the rows on the host."""
-    places = [(row == each).nonzero()[:, 0] for each in range(len(maps))]
-    products = [vectors[each, query[own]] @ maps[each].flatten(1) for each, own in enumerate(places) if len(own)]
-    if not products:
-        return maps.new_zeros(0, *maps.shape[2:])
-    order = torch.cat(places).argsort()
-    return torch.cat(products)[order].unflatten(1, maps.shape[2:]) + bias
 
 
 def bilinear(maps: Tensor, points: Tensor) -> Tensor:

@@ -444,7 +444,7 @@ class Outputs:
     proposals: Outputs | None = None  # of the encoder of a two-stage detector: one layer
     one_class: bool = False  # class 0 means any object (proposals)
     states: tuple[Tensor, ...] = ()  # (R, Q, C) each, inputs of the heads of all L layers; D-FINE: of the last alone
-    masks: Masks | None = None  # of the last layer; None without mask head
+    masks: Masks | ProductMasks | None = None  # of the last layer; None without mask head
     layer_masks: tuple[ProductMasks, ...] = ()  # of all L layers, of a mask head that is trained in each (RF-DETR)
     # Further queries of a training step, all decoder layers; further predictions of queries (D-FINE's first boxes)
     groups: tuple[tuple[QueryGroup, Outputs], ...] = ()

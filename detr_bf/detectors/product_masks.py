@@ -53,21 +53,22 @@ class ProductMaskHead(nn.Module):
         cells, *_ = memory.static["spatial_shapes"]
         x = level_of(memory, cells).transpose(1, 2).unflatten(2, cells)
         x = F.interpolate(x, size=[max(1, side // self.stride) for side in size], mode="bilinear")
-        proposals = outputs.proposals and self._with_masks(outputs.proposals, [self.project(x)])
+        pixels = (size[0], size[1])
+        proposals = outputs.proposals and self._with_masks(outputs.proposals, [self.project(x)], pixels)
         maps = []
         for block in self.blocks:
             x = block(x)
             maps.append(self.project(x))
-        found = self._with_masks(outputs, maps[-len(outputs.states) :])
+        found = self._with_masks(outputs, maps[-len(outputs.states) :], pixels)
         return replace(found, masks=found.layer_masks[-1], proposals=proposals)
 
-    def _with_masks(self, outputs: Outputs, maps: Sequence[Tensor]) -> Outputs:
+    def _with_masks(self, outputs: Outputs, maps: Sequence[Tensor], size: tuple[int, int]) -> Outputs:
         """Return predictions and those of their groups with masks; ``maps`` (R, C, h, w) for each layer."""
         masks = tuple(
-            ProductMasks.over(each, self.project_query(self.query_residual(state, self.query_mlp)), self.bias)
+            ProductMasks(each, self.project_query(self.query_residual(state, self.query_mlp)), self.bias, size)
             for each, state in zip(maps, outputs.states, strict=True)
         )
-        groups = tuple((group, self._with_masks(part, maps)) for group, part in outputs.groups)
+        groups = tuple((group, self._with_masks(part, maps, size)) for group, part in outputs.groups)
         return replace(outputs, layer_masks=masks, groups=groups)
 
 

@@ -28,16 +28,7 @@ from detr_bf.config import DetectionConfig, config_from_dict
 from detr_bf.config.detection import BackboneConfig
 from detr_bf.detectors import Detector
 from detr_bf.detectron2.parts import Detectron2Backbone, build_parts, check_classes
-from detr_bf.detectron2.tensors import (
-    Size,
-    batch_of,
-    cropped,
-    fields_of,
-    output_target,
-    panoptic_of,
-    target_of,
-    with_padded_masks,
-)
+from detr_bf.detectron2.tensors import batch_of, cropped, fields_of, output_target, panoptic_of, target_of
 from detr_bf.engine.step import Criterion
 from detr_bf.losses import LossReport
 from detr_bf.losses.postprocess import PanopticPostprocess, Postprocess
@@ -231,9 +222,7 @@ class DetrBf(nn.Module):
             )
             for number, each in enumerate(inputs)
         ]
-        outputs, size = self._outputs(inputs, targets)
-        if outputs.layer_masks:  # compared at points in fractions of the padded batch
-            targets = with_padded_masks(targets, size)
+        outputs = self._outputs(inputs, targets)
         with torch.autocast(self.device.type, enabled=False):
             report = self.criterion(outputs, targets)
         _store(report)
@@ -254,7 +243,7 @@ class DetrBf(nn.Module):
         return [list(group) for _, group in groupby(sorted(numbers, key=shapes.__getitem__), key=shapes.__getitem__)]
 
     def _predict(self, inputs: Inputs) -> list[dict[str, Any]]:
-        outputs, _ = self._outputs(inputs)
+        outputs = self._outputs(inputs)
         targets = []
         for number, each in enumerate(inputs):
             height, width = each["image"].shape[-2:]
@@ -270,8 +259,7 @@ class DetrBf(nn.Module):
                 prediction["panoptic_seg"] = panoptic_of(panoptic, self.panoptic.is_thing)
         return predictions
 
-    def _outputs(self, inputs: Inputs, targets: Sequence[Target] = ()) -> tuple[Outputs, Size]:
-        """Return the outputs, and height and width of the padded batch."""
+    def _outputs(self, inputs: Inputs, targets: Sequence[Target] = ()) -> Outputs:
         body = self.detector.backbone.body
         images = ImageList.from_tensors(
             [each["image"].to(self.device) for each in inputs],
@@ -283,9 +271,8 @@ class DetrBf(nn.Module):
         height, width = pixels.shape[-2:]
         largest = max(h for h, _ in images.image_sizes), max(w for _, w in images.image_sizes)
         if outputs.masks is None or largest == (height, width):
-            return outputs, (height, width)
-        masks = cropped(outputs.masks, (height, width), largest)
-        return dataclasses.replace(outputs, masks=masks), (height, width)
+            return outputs
+        return dataclasses.replace(outputs, masks=cropped(outputs.masks, (height, width), largest))
 
 
 def build_detr_bf(

@@ -6,7 +6,6 @@ Shape legend: B images, T objects of one image, N detections, H x W pixels of th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +16,7 @@ from torch import Tensor
 from torchvision.ops import box_convert
 
 from detr_bf.common.errors import InputError
-from detr_bf.common.masks import Masks
+from detr_bf.common.masks import Masks, ProductMasks
 from detr_bf.common.structures import Batch, Detections, PanopticMap, Target, padding_mask
 
 Size = tuple[int, int]  # height, width in pixels
@@ -95,7 +94,7 @@ def masks_of(masks: Any, size: Size, device: torch.device | str = "cpu") -> Tens
     return found.to(device, torch.bool)
 
 
-def cropped(masks: Masks, padded: Size, size: Size) -> Masks:
+def cropped(masks: Masks | ProductMasks, padded: Size, size: Size) -> Masks:
     """Crop masks of a batch of size ``padded`` to ``size``, that of its largest image."""
 
     def of(row: Tensor, query: Tensor) -> Tensor:
@@ -103,16 +102,6 @@ def cropped(masks: Masks, padded: Size, size: Size) -> Masks:
         return logits[:, 0, : size[0], : size[1]]
 
     return Masks(of, masks.rows, masks.queries)
-
-
-def with_padded_masks(targets: Sequence[Target], size: Size) -> list[Target]:
-    """Pad the masks (T, h, w) of each target at the right and at the bottom to ``size``, that of the padded batch."""
-    padded = []
-    for each in targets:
-        assert each.masks is not None, "targets for a mask head have masks"
-        height, width = each.masks.shape[1:]
-        padded.append(replace(each, masks=F.pad(each.masks, (0, size[1] - width, 0, size[0] - height))))
-    return padded
 
 
 def drawn(objects: Sequence[Sequence[Any]], size: Size) -> Tensor:

@@ -21,10 +21,8 @@ from detr_bf.common.progress import setup_logging
 from detr_bf.common.text import listed, printable
 from detr_bf.config import DetectionConfig, load_config, own_settings, packaged_configs, saved_config
 from detr_bf.config.common import AUTO
-from detr_bf.config.data import DataConfig
 from detr_bf.data.coco import read_annotations
 from detr_bf.data.formats import MASK_SPLITS, read_folder
-from detr_bf.data.masks import has_mask
 from detr_bf.inference.loading import VAL_NAMES, load, recipe_file
 from detr_bf.inference.predictor import Predictor
 from detr_bf.interop.published import get_published, published_for
@@ -158,7 +156,6 @@ def fine_tuned(
     chosen += ["model.masks=true"] if masks and "model.masks" not in names else []
     files, own = fine_tuning_files(model)
     setup_logging()
-    _check_masks(load_config(files, [*own, *chosen, *overrides], task="detection"))
     chosen += _start(model, files, [*own, *chosen, *overrides], resume)
     augment, more = chosen_settings(files, [*own, *chosen, *overrides], augment)
     files, chosen = [*files, packaged_configs()[f"augment_{augment}"]], [*own, *chosen, *more]
@@ -169,18 +166,6 @@ def fine_tuned(
     if dry_run:
         return config, dry_run_training(task_of(config))
     return config, train(task_of(config), resume_if_possible=resume)
-
-
-def _check_masks(config: DetectionConfig) -> None:
-    """Raise :class:`InputError` for a folder of boxes alone if masks are trained."""
-    if not (config.model.masks and config.data.root):
-        return
-    folder = read_folder(Path(config.data.root), config.data.format)
-    if not any(map(has_mask, folder.content.annotations)):
-        raise InputError(
-            f"{folder}: its labels are boxes, and masks need outlines: polygons of YOLO, COCO or labelme, or PNG files "
-            "in SegmentationObject of Pascal VOC (docs/data.md). Draw them, or train boxes alone, without masks"
-        )
 
 
 def _start(model: str, files: Sequence[Path], given: Sequence[str], resume: bool) -> list[str]:
@@ -272,8 +257,7 @@ def chosen_settings(files: Sequence[Path], given: Sequence[str], augment: str | 
         raise InputError(f"augment must be one of {', '.join(AUGMENTATION)}, or None; got {printable(repr(augment))}")
     names, chosen = {each.partition("=")[0].strip() for each in given}, list[str]()
     if not any(name.startswith(_SPLIT_SETTINGS) for name in names):
-        planned: DetectionConfig = load_config(files, given, task="detection")
-        chosen += folder_splits(planned.data, planned.model.masks)
+        chosen += folder_splits(load_config(files, given, task="detection"))
     config: DetectionConfig = load_config(files, [*given, *chosen], task="detection")
     train, images = config.train, _train_images(config)
     steps = max(1, math.ceil(images / (train.batch_size * train.accumulate)))
@@ -285,21 +269,22 @@ def chosen_settings(files: Sequence[Path], given: Sequence[str], augment: str | 
     return augment, chosen + [f"{name}={value}" for name, value in settings.items() if name not in names]
 
 
-def folder_splits(data: DataConfig, masks: bool = False) -> list[str]:
+def folder_splits(config: DetectionConfig) -> list[str]:
     """Return the settings of the splits of the folder ``data.root``, or of a division of its images.
 
     They replace the splits that a config has for the folder of its own. Without ``data.root`` there are none. With
-    ``masks`` the splits whose images have masks are taken, if the folder has such (Pascal VOC).
+    ``model.masks`` the splits whose images have masks are taken, if the folder has such (Pascal VOC).
 
     Raises:
         InputError: the folder has splits, and it is not clear which one is for training.
     """
+    data = config.data
     if not data.root:
         return []
     folder = read_folder(Path(data.root), data.format)
     first = {name.split("/")[0] for name in folder.split_names} | set(folder.splits)
     of_masks = {name for name in folder.splits if name.startswith(MASK_SPLITS)}
-    first = of_masks if masks and of_masks else first - of_masks
+    first = of_masks if config.model.masks and of_masks else first - of_masks
     known = {name.removeprefix(MASK_SPLITS).lower(): name for name in sorted(first)}
     train, val = (next((known[name] for name in names if name in known), "") for names in (TRAIN_NAMES, VAL_NAMES))
     if not train and (first & set(folder.splits) or any(name in known for name in (*VAL_NAMES, *_OTHER_NAMES))):

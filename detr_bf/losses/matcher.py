@@ -83,7 +83,7 @@ class HungarianMatcher:
         object.__setattr__(self, "_added", tuple(added))
         costs = {"class_cost": self.class_cost, "bbox_cost": self.bbox_cost, "giou_cost": self.giou_cost}
         check_factors("HungarianMatcher", costs)
-        check_factors("HungarianMatcher", {**costs, "mask_cost": self.mask_cost, "dice_cost": self.dice_cost})
+        check_factors("HungarianMatcher", costs | {"mask_cost": self.mask_cost, "dice_cost": self.dice_cost})
 
     def __call__(self, outputs: Outputs, targets: PaddedTargets, repeats: int = 1) -> Matches:
         """Match all layers; each object is matched with up to ``repeats`` queries."""

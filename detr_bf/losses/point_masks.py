@@ -63,25 +63,25 @@ def pair_costs(logits: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
 def point_losses(
     outputs: Outputs,
     targets: PaddedTargets,
-    pairs: Sequence[tuple[Tensor, Tensor, Tensor]],
-    cells_per_point: int,
+    pairs: Sequence[Tensor],
     *,
+    cells_per_point: int,
     fixed: bool,
 ) -> tuple[Tensor, Tensor]:
     """Return cross-entropy (mean over the points) and 1 - Dice of the matched pairs of all layers: twice (M,).
 
     Args:
         outputs, targets: as those of :func:`mask_costs`.
-        pairs: for each layer rows, queries and objects of the matched pairs, ordered by row, all pairs that there are.
+        pairs: rows, queries and objects (M,) of all matched pairs, layer after layer, in each ordered by row.
     """
-    _, rows, queries, _ = outputs.logits.shape
+    layers, rows, queries, _ = outputs.logits.shape
     assert targets.masks is not None, "a detector with a mask head is trained on masks"
     whole, images = outputs.layer_masks[0].rows, len(targets.masks.first)
     parts = rows // whole
     matched = [min(count, queries) for count in targets.counts]
     counts = [sum(matched[row * parts : (row + 1) * parts]) for row in range(whole)]
     losses = []
-    for masks, (row, query, target) in zip(outputs.layer_masks, pairs, strict=True):
+    for masks, row, query, target in zip(outputs.layer_masks, *(x.chunk(layers) for x in pairs), strict=True):
         logits = at_least_float32(masks.by_row(query + row % parts * queries, counts))
         number = max(logits.shape[1], masks.cells // cells_per_point)
         points = uncertain_points(logits.detach(), number, fixed=fixed)

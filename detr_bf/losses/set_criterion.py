@@ -23,7 +23,7 @@ from detr_bf.common.boxes import corners_of, generalized_iou, iou
 from detr_bf.common.devices import send, tensor_on
 from detr_bf.common.errors import InputError
 from detr_bf.common.extensions import Registry
-from detr_bf.common.masks import Masks, ObjectMasks
+from detr_bf.common.masks import Masks, ObjectMasks, ProductMasks
 from detr_bf.common.structures import GROUP, Distributions, Outputs, PaddedTargets, QueryGroup, Target
 from detr_bf.losses.classification import (
     NO_OBJECT,
@@ -137,7 +137,7 @@ class SetCriterion:
         """
         padded = PaddedTargets.of(targets, outputs.num_streams)
         if outputs.layer_masks:
-            padded = replace(padded, masks=_object_masks(targets))
+            padded = replace(padded, masks=_object_masks(targets, outputs.layer_masks[0].size))
         objects = _num_objects(outputs, padded, self.local)
         if self.mean_of_groups:
             objects = objects * (1 + sum(group.parts for group, _ in outputs.groups if group.name == GROUP))
@@ -266,9 +266,11 @@ class SetCriterion:
                 outputs, outputs.distributions, targets, matches, united.shares
             )
         if outputs.layer_masks:
-            chunks = (x.chunk(len(outputs.logits)) for x in (matches.row, matches.query, matches.target))
             of_pairs["loss_mask"], of_pairs["loss_dice"] = point_losses(
-                *(outputs, targets, list(zip(*chunks, strict=True)), self.matcher.cells_per_point),
+                outputs,
+                targets,
+                (matches.row, matches.query, matches.target),
+                cells_per_point=self.matcher.cells_per_point,
                 fixed=self.matcher.fixed_points,
             )
         averaged = {
@@ -413,13 +415,16 @@ def _per_stream(outputs: Outputs, by_row: Tensor) -> Tensor:
     return by_row.unflatten(1, (outputs.num_streams, -1)).sum(2)
 
 
-def _object_masks(targets: Sequence[Target]) -> ObjectMasks:
+def _object_masks(targets: Sequence[Target], size: tuple[int, int] | None = None) -> ObjectMasks:
+    """Return the masks of all objects, padded to ``size`` or to the largest image."""
     known = [image.masks for image in targets if image.masks is not None]
     assert len(known) == len(targets), "a detector with a mask head is trained on masks"
-    return ObjectMasks.of(known)
+    return ObjectMasks.of(known, size)
 
 
-def _mask_losses(outputs: Outputs, masks: Masks, targets: Sequence[Target], matches: Matches) -> dict[str, Tensor]:
+def _mask_losses(
+    outputs: Outputs, masks: Masks | ProductMasks, targets: Sequence[Target], matches: Matches
+) -> dict[str, Tensor]:
     """Return the mask losses of the last layer, summed by row: (1, R) by name."""
     last = len(matches.row) // len(outputs.logits)  # pairs of a layer
     row, query, target = (x[len(x) - last :] for x in (matches.row, matches.query, matches.target))

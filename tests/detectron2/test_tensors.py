@@ -8,8 +8,7 @@ import torch
 from pycocotools import mask as coco_mask
 
 from detr_bf.common.errors import InputError
-from detr_bf.common.masks import ObjectMasks
-from detr_bf.common.structures import Detections, PanopticMap, Segment, Target
+from detr_bf.common.structures import Detections, PanopticMap, Segment
 from detr_bf.detectron2.tensors import (
     batch_of,
     drawn,
@@ -18,7 +17,6 @@ from detr_bf.detectron2.tensors import (
     output_target,
     panoptic_of,
     target_of,
-    with_padded_masks,
 )
 
 RECTANGLE = [2.0, 1.0, 6.0, 1.0, 6.0, 4.0, 2.0, 4.0]
@@ -104,21 +102,6 @@ def test_masks_come_from_polygons_and_from_bits() -> None:
 def test_masks_that_do_not_fit_are_told(masks: object, message: str) -> None:
     with pytest.raises(InputError, match=message):
         masks_of(masks, (10, 20))
-
-
-def test_masks_are_padded_to_the_batch() -> None:
-    """A point in fractions of the padded batch reads the pixel that it is at."""
-    mask = torch.zeros(1, 4, 6, dtype=torch.bool)
-    mask[0, 3, 2] = True
-    target = Target(0, torch.zeros(1, 4), torch.zeros(1, dtype=torch.int64), (4, 6), (4, 6), masks=mask)
-    [padded] = with_padded_masks([target], (8, 8))
-    assert padded.masks is not None
-    assert padded.masks.nonzero().tolist() == [[0, 3, 2]]
-    assert padded.masks.shape == (1, 8, 8)
-    objects = ObjectMasks.of([padded.masks])
-    zero = torch.zeros(1, dtype=torch.int64)
-    points = torch.tensor([[[2.5 / 8, 3.5 / 8], [2.5 / 6, 3.5 / 8]]])
-    assert objects.at(zero, zero, points).tolist() == [[True, False]]
 
 
 def test_an_output_has_its_own_size() -> None:

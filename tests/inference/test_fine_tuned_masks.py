@@ -61,16 +61,9 @@ def test_masks_are_a_setting_of_the_model(tmp_path: Path, tiny: str, started: li
     assert [each.model.masks for each in started] == [True, False, False, True]
 
 
-def test_a_folder_of_boxes_alone_is_refused(tmp_path: Path, tiny: str, started: list[DetectionConfig]) -> None:
-    root = yolo(tmp_path / "set", BOX)
-    with pytest.raises(InputError, match=r"YOLO, 1 image, .*: its labels are boxes, and masks need outlines: polygons"):
-        detr_bf.finetune(root, model=tiny, output=tmp_path / "run", masks=True)
-    assert not started
-    assert not (tmp_path / "run").exists()
-
-
-def test_objects_without_mask_are_refused_before_the_first_step(tmp_path: Path, tiny: str) -> None:
-    root = yolo(tmp_path / "set", POLYGON + BOX)
+@pytest.mark.parametrize("lines", [BOX, POLYGON + BOX])
+def test_objects_without_mask_are_refused_before_the_first_step(tmp_path: Path, tiny: str, lines: str) -> None:
+    root = yolo(tmp_path / "set", lines)
     splits = ["data.train.split=.", "data.val.split=."]
     with pytest.raises(InputError, match=r"mask-missing.*the object has a box and no mask: draw its outline, or"):
         detr_bf.finetune(root, model=tiny, output=tmp_path / "run", masks=True, overrides=[*SMALL, *splits])
@@ -90,17 +83,18 @@ def test_the_splits_of_pascal_voc_with_masks(tmp_path: Path) -> None:
         for split in ("train", "val"):
             put(root / f"ImageSets/{folder}/{split}.txt", "a\n")
     files = [recipe_file("rtdetr_r50"), packaged_configs()["finetune"]]
-    data = load_config(files, [f"data.root={root}"], task="detection").data
-    assert folder_splits(data) == ['data.train.split="train"', 'data.val.split="val"']
-    of_masks = ['data.train.split="Segmentation/train"', 'data.val.split="Segmentation/val"']
-    assert folder_splits(data, masks=True) == of_masks
+    boxes, masks = (
+        load_config(files, [f"data.root={root}", f"model.masks={value}"], task="detection") for value in (False, True)
+    )
+    assert folder_splits(boxes) == ['data.train.split="train"', 'data.val.split="val"']
+    assert folder_splits(masks) == ['data.train.split="Segmentation/train"', 'data.val.split="Segmentation/val"']
 
 
 def test_lists_of_segmentation_alone_do_not_divide_the_boxes(tmp_path: Path) -> None:
     root = voc(tmp_path, object_pixels())
     put(root / "ImageSets/Segmentation/train.txt", "a\n")
     files = [recipe_file("rtdetr_r50"), packaged_configs()["finetune"]]
-    assert folder_splits(load_config(files, [f"data.root={root}"], task="detection").data) == ["data.val_fraction=0.2"]
+    assert folder_splits(load_config(files, [f"data.root={root}"], task="detection")) == ["data.val_fraction=0.2"]
 
 
 def yolo_of_scenes(scenes: Path, root: Path) -> Path:

@@ -107,7 +107,7 @@ def config_of(root: Path, *settings: str) -> DetectionConfig:
 
 def test_length_follows_the_folder(tmp_path: Path) -> None:
     single = table(tmp_path / "single", CORNERS)
-    assert folder_splits(config_of(single).data) == ["data.val_fraction=0.2"]
+    assert folder_splits(config_of(single)) == ["data.val_fraction=0.2"]
     assert chosen_for(single, "data.val_fraction=0.2")["train.epochs"] == MOST_EPOCHS
     rows = ["file,class,x,y,w,h", *(f"{number}.jpg,dog,1,2,3,4" for number in range(1000))]
     for number in range(1000):
@@ -255,10 +255,10 @@ def test_splits_follow_the_folder(tmp_path: Path, names: tuple[str, ...], expect
     for name in names:
         table(tmp_path / "data" / name, CORNERS)
     if expected is not None:
-        assert folder_splits(config_of(tmp_path / "data").data) == expected
+        assert folder_splits(config_of(tmp_path / "data")) == expected
         return
     with pytest.raises(InputError, match=r"has no split train; its splits: .*data.train.split=NAME"):
-        folder_splits(config_of(tmp_path / "data").data)
+        folder_splits(config_of(tmp_path / "data"))
 
 
 def test_settings_of_the_user_replace_those_chosen(photos: Path, tiny: str, tmp_path: Path) -> None:

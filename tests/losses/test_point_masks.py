@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from detr_bf.common.masks import ObjectMasks, bilinear
@@ -153,3 +154,23 @@ def test_images_without_objects() -> None:
     report.total.backward()
     one = (targets[0], empty[1])
     assert criterion()(outputs_of()[0], one).losses["loss_mask"] > 0
+
+
+def test_points_are_fractions_of_the_padded_batch() -> None:
+    """The batch is larger than its largest image, as detectron2 pads it."""
+    batch = batch_with_masks()
+    height, width = (side + 16 for side in batch.images.shape[-2:])
+    larger = replace(
+        batch,
+        images=F.pad(batch.images, (0, 16, 0, 16)),
+        padding_mask=F.pad(batch.padding_mask, (0, 16, 0, 16), value=True),
+    )
+    outputs = shaken(model("rfdetr", masks=True, dropout=0.0)).train()(larger)
+    padded = [
+        replace(each, masks=F.pad(each.masks, (0, width - each.size[1], 0, height - each.size[0])))
+        for each in batch.targets
+    ]
+    found, expected = (criterion(fixed_points=True)(outputs, targets).losses for targets in (batch.targets, padded))
+    assert outputs.layer_masks[0].size == (height, width)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, msg=name)
