@@ -134,6 +134,19 @@ def renumbered(weights: Mapping[str, Tensor], numbering: str) -> dict[str, Tenso
     return {name: changed.get(name, tensor) for name, tensor in weights.items()}
 
 
+def with_coco_classes(weights: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], ClassMap]:
+    """Return the weights of a detector on COCO with contiguous classes, and these classes.
+
+    They are the 80 of boxes or the 133 of panoptic maps, by the number of rows of the class heads.
+
+    Raises:
+        InputError: the heads have another number of rows.
+    """
+    if class_rows(weights) not in _BY_COUNT["ids"]:
+        weights = renumbered(weights, "contiguous")
+    return dict(weights), coco_classes(stuff=class_rows(weights) >= len(THING_IDS + STUFF_IDS))
+
+
 def rows_by_name(
     weights: Mapping[str, Tensor],
     own: Mapping[str, Tensor],
@@ -170,7 +183,10 @@ def rows_by_name(
     if not shared:
         return result, ""
     new_names = [name for name in after.distinct_names if name not in rows]
-    text = f"{len(found)} of {after.num_classes} classes by name, {len(new_names)} new"
+    kept = [name for name in after.distinct_names if name in rows]
+    text = f"{len(found)} of {after.num_classes} classes by name"
+    text += f" ({listed(kept)})" if kept and new_names else ""
+    text += f", {len(new_names)} new"
     text += f": {listed(new_names)}" if new_names else ""
     return result, text + (f"; of another classification loss and not loaded: {listed(unfit)}" if unfit else "")
 

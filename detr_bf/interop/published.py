@@ -73,6 +73,17 @@ def published(name: str) -> PublishedWeights | None:
     return _TABLE.get(name)
 
 
+def published_source(given: str) -> PublishedWeights | None:
+    """Return the row of published weights that a setting such as ``init_from`` names, or whose file in the cache it is.
+
+    A file or folder of that name is not meant by the row's name, as in :func:`find_weights`.
+    """
+    path = Path(given).expanduser()
+    if is_file(path) or is_folder(path):
+        return next((row for row in _TABLE.values() if row.path.absolute() == path.absolute()), None)
+    return published(given)
+
+
 def published_for(recipe: str) -> PublishedWeights | None:
     """Return the published weights of the detector of a recipe, None if there are none.
 

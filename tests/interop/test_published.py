@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from detr_bf.assembly.training import read_initial_weights
 from detr_bf.commands import main
 from detr_bf.common.errors import InputError
 from detr_bf.common.files import file_sha256
+from detr_bf.common.structures import ClassMap
 from detr_bf.config import DetectionConfig, config_to_yaml, load_config, packaged_configs, saved_config
 from detr_bf.inference import finetuning
 from detr_bf.inference.finetuning import fine_tuning_files, published_start
@@ -32,6 +34,7 @@ from detr_bf.interop.published import (
     published_for,
 )
 from detr_bf.interop.weights import under_our_names, write_weights
+from detr_bf.tasks import task_of
 from tests.data.formats.test_coco_and_csv import write
 from tests.server import WebServer, web_server
 
@@ -130,6 +133,22 @@ def test_a_run_starts_from_a_name(tiny: Path) -> None:
     for address in ("https://host/w.pth", "hf://cats"):
         with pytest.raises(InputError, match=r"init_from must be a path .* or hf://user/name"):
             load_config(None, [f"init_from={address}"])
+
+
+@pytest.mark.parametrize("by_path", [False, True], ids=["name", "file in the cache"])
+def test_rows_of_cocos_classes_are_kept_by_name(by_path: bool, tiny: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The file has a row for each category id and does not say the names; classes in any order have those of COCO."""
+    given = str(find_weights("tiny_detr")) if by_path else "tiny_detr"
+    task = task_of(load_config(None, [*TINY, "model.backbone.weights=none", f"init_from={given}"], task="detection"))
+    model = task.build_model(3)
+    fresh = {name: value.clone() for name, value in model.state_dict().items()}
+    with caplog.at_level(logging.INFO):
+        task.initialize(model, ClassMap((4, 5, 9), ("dog", "elk", "person")))
+    theirs, ours = under_our_names(torch.load(tiny)["model"], "file"), model.state_dict()
+    for name in ("decoder.heads.classes.0.weight", "decoder.heads.classes.0.bias"):
+        assert torch.equal(ours[name][[0, 2, 3]], theirs[name][[18, 1, 91]]), "ids of dog and person; no object"
+        assert torch.equal(ours[name][1], fresh[name][1])
+    assert f"init_from {given}: 2 of 3 classes by name (dog, person), 1 new: elk" in caplog.text
 
 
 def test_a_file_or_folder_of_that_name_wins(tiny: Path, server: WebServer, tmp_path: Path) -> None:

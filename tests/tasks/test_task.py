@@ -70,7 +70,7 @@ def test_every_tensor_with_a_row_for_each_class_is_matched_by_name(
                 assert torch.equal(value[row], fresh[key][row] if old is None else weights[key][old]), (key, row)
             assert torch.equal(value[classes.num_classes :], weights[key][3:]), f"{key}: no object, or no label"
     assert "3 of 3 classes by name, 0 new" in caplog.text
-    assert "1 of 2 classes by name, 1 new: elk" in caplog.text
+    assert "1 of 2 classes by name (owl), 1 new: elk" in caplog.text
 
 
 def test_heads_of_another_classification_loss_are_not_loaded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
