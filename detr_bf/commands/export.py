@@ -45,7 +45,7 @@ def _run(options: argparse.Namespace) -> int:
     batch, size, count = _batch(options.batch), _size(options.size), _count(options.evaluate)
     if options.half and options.int8 is not None:
         raise InputError("--half and --int8 exclude each other: give one of them")
-    predictor = load(options.run, "cpu")
+    predictor = load(options.run, "cpu", options.overrides)
     if options.references is not None and options.images is None and options.int8 is None:
         raise InputError("--references gives the references of the images of --images or --int8: give one of them")
     images, references, source = _images(predictor, options.images, options.references)

@@ -38,6 +38,27 @@ ANALYSIS_NAMES = (
 )
 
 
+def _add_nms(parser: argparse.ArgumentParser) -> None:
+    """Add the options that become the settings ``eval.nms`` and ``eval.nms_across_classes`` in ``overrides``."""
+    parser.add_argument(
+        "--nms",
+        dest="overrides",
+        action="append",
+        type="eval.nms={}".format,
+        default=[],
+        metavar="IOU",
+        help="leave out detections whose IoU with a better one of their class is larger, such as 0.7; null: none "
+        "(default: eval.nms of RUN)",
+    )
+    parser.add_argument(
+        "--nms-across-classes",
+        dest="overrides",
+        action="append_const",
+        const="eval.nms_across_classes=true",
+        help="with --nms, or eval.nms of RUN: compare detections of different classes, too",
+    )
+
+
 _PREDICT = """Detect objects in images, or classify images or their pixels, and write pictures, JSON or maps.
 
 detr-bf predict runs/demo photo.jpg folder/ --output predictions
@@ -73,6 +94,7 @@ def predict_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
         help="least score that is kept, or 'class' for one of each class (default: the one with the highest F1 in the "
         f"evaluation of the checkpoint, {_DEFAULT_THRESHOLD} without an evaluation; for classifiers 0)",
     )
+    _add_nms(parser)
     parser.add_argument("--panoptic", action="store_true", help="panoptic maps instead of boxes (needs a mask head)")
     parser.add_argument(
         "--format",
@@ -158,6 +180,7 @@ def serve_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
         help="least score of requests that give none, or 'class' for one of each class (default: the one with the "
         f"highest F1 in the evaluation of the checkpoint, {_DEFAULT_THRESHOLD} without an evaluation)",
     )
+    _add_nms(parser)
     parser.add_argument(
         "--reference",
         type=Path,
@@ -207,6 +230,7 @@ def export_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--with-postprocess", action="store_true", help="the outputs are scores, labels and boxes instead of logits"
     )
+    _add_nms(parser)
     parser.add_argument("--images", metavar="DIR", type=Path, help="compare the outputs on images of this folder")
     parser.add_argument(
         "--references",

@@ -82,7 +82,7 @@ def main(options: argparse.Namespace) -> int:
             raise InputError(f"--{name} is for a video, and none is given")
     inputs = list(_inputs(options.inputs))
     files = list(image_files(inputs, output.written))
-    predictor = load_predictor(options.run, options.device)
+    predictor = load_predictor(options.run, options.device, options.overrides)
     images = InputImages(files, predictor, [path for path in inputs if path.is_dir()], options.reference)
     if isinstance(predictor, SegmentationPredictor):
         _check_unused(options, predictor.kind, threshold is not None, reference=options.reference is not None)
@@ -128,7 +128,7 @@ def _run_video(options: argparse.Namespace, output: Output, threshold: float | s
         raise InputError("a video must be the only input: give one video, or images without it")
     if options.panoptic or options.save_pictures or options.format not in (None, "jsonl"):
         raise InputError("a video gives predictions.jsonl alone: leave out --panoptic, --save-pictures and --format")
-    predictor, video, damage = load_predictor(options.run, options.device), options.inputs[0], ""
+    predictor, video, damage = load_predictor(options.run, options.device, options.overrides), options.inputs[0], ""
     if not isinstance(predictor, Predictor):
         raise InputError(f"{options.run} is of {predictor.kind}, and videos need a detector")
     every, name = 1 if options.every is None else options.every, OBJECT_FORMATS["jsonl"]
@@ -215,6 +215,7 @@ def _check_unused(options: argparse.Namespace, what: str, threshold: bool = Fals
         "--no-save-pictures": options.save_pictures is False,
         "--tile": options.tile is not None,
         "--half": options.half,
+        "--nms": bool(options.overrides),
         "--threshold": threshold,
         "--reference": reference,
     }

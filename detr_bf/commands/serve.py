@@ -46,7 +46,7 @@ def main(options: argparse.Namespace) -> int:
     keep_freed_memory(large=True)
     with http_server.listen(options.host, options.port) as listening:  # before the detector is loaded
         name = Path(options.run).absolute().name
-        predictor = load(options.run, options.device)
+        predictor = load(options.run, options.device, options.overrides)
         service = http_server.DetectorService(predictor, limits, name, options.reference)
         url, is_local = http_server.address(listening)
         if not is_local and limits.token is None:

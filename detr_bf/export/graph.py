@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torchvision.ops import nms
 from torchvision.transforms.v2 import functional as transforms
 
 from detr_bf.batchformer import InsertedBatchFormer
@@ -113,7 +114,7 @@ class ExportGraph(nn.Module):
     Without ``postprocess`` the outputs are class logits (B, Q, K), boxes (B, Q, 4) cx, cy, w, h in fractions of the
     unpadded image and, with a mask head, mask logits (B, Q, h, w) over the padded image. With it they are scores
     (B, N), labels (B, N) int64, boxes (B, N, 4) x0, y0, x1, y1 in fractions of the image and mask logits (B, N, h, w)
-    of at most ``max_detections`` detections, best first.
+    of at most ``max_detections`` detections, best first. With ``postprocess.nms`` the score of a duplicate is 0.
     """
 
     def __init__(self, model: Detector, postprocess: Postprocess | None) -> None:
@@ -137,6 +138,8 @@ class ExportGraph(nn.Module):
             return (logits, boxes) if masks is None else (logits, boxes, masks)
         scores, query, labels = self._best(self.postprocess.classification.scores(logits), self.postprocess)
         corners = self.postprocess.corners(boxes).gather(1, query[..., None].expand(-1, -1, 4))
+        if self.postprocess.nms is not None:
+            scores = self._without_duplicates(scores, labels, corners, self.postprocess)
         if masks is None:
             return scores, labels, corners
         index = query[..., None, None].expand(-1, -1, *masks.shape[2:])
@@ -170,6 +173,20 @@ class ExportGraph(nn.Module):
             return best, query, label.gather(1, query)
         best, index = scores.flatten(1).topk(min(postprocess.max_detections, queries * classes), dim=1)
         return best, index // classes, index % classes
+
+    def _without_duplicates(self, scores: Tensor, labels: Tensor, boxes: Tensor, postprocess: Postprocess) -> Tensor:
+        """Return the scores (B, N), 0 for detections that ``postprocess.kept`` leaves out.
+
+        All images are filtered at once. Boxes lie within -0.5 and 1.5, so those of other images and classes are moved
+        by multiples of 2 and do not overlap.
+        """
+        assert postprocess.nms is not None
+        column = torch.zeros_like(labels) if postprocess.nms_across_classes else labels
+        row = torch.arange(labels.shape[0], device=labels.device)[:, None].expand_as(labels)
+        apart = boxes + 2 * torch.stack([column, row, column, row], dim=-1)
+        kept = nms(apart.flatten(0, 1), scores.flatten(), postprocess.nms)
+        is_kept = torch.zeros_like(scores).flatten().index_fill(0, kept, 1).view_as(scores)
+        return scores * is_kept
 
 
 def imported(name: str) -> Any:

@@ -20,7 +20,7 @@ from detr_bf.common.devices import device_of
 from detr_bf.common.errors import InputError
 from detr_bf.common.files import is_file, is_folder
 from detr_bf.common.structures import ClassMap
-from detr_bf.common.text import printable
+from detr_bf.common.text import listed, printable
 from detr_bf.config import DetectionConfig, RunConfig, config_from_dict, config_to_dict, load_config, packaged_configs
 from detr_bf.data.formats import MASK_SPLITS, read_folder
 from detr_bf.detectors import Detector
@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+OVERRIDES = ("eval.nms", "eval.nms_across_classes", "eval.max_detections", "eval.mask_threshold")  # of load()
 VAL_NAMES = ("val", "valid", "validation", "val2017", "dev")  # splits of folders that hold validation images
 
 
@@ -110,7 +111,7 @@ def _recipes() -> dict[str, Path]:
     return {name: path for name, path in found.items() if path.parent.name not in ("experiments", "segmentation")}
 
 
-def load(path: str | Path, device: str = "auto") -> Predictor:
+def load(path: str | Path, device: str = "auto", overrides: Sequence[str] = ()) -> Predictor:
     """Return the detector of a checkpoint, of a run folder's best (else last) checkpoint, or of a saved folder.
 
     It is in evaluation mode. ``path`` may also be a name of :func:`detr_bf.list_weights`, whose file is downloaded
@@ -119,10 +120,15 @@ def load(path: str | Path, device: str = "auto") -> Predictor:
     file ``.onnx`` of :meth:`Predictor.export` is computed by onnxruntime, ``.xml`` by OpenVINO, both on the CPU; a
     package ``.pt2`` contains machine code, which runs: open only packages of a source that you trust.
 
+    Args:
+        overrides: settings of detections that win over those of the run, such as ``["eval.nms=0.7"]``; see
+            ``OVERRIDES``.
+
     Raises:
-        InputError: the file is missing, damaged or not a checkpoint of ours, or not a detector's; or a download failed.
+        InputError: the file is missing, damaged or not a checkpoint of ours, or not a detector's; a download failed; or
+            an override is wrong or another setting's.
     """
-    predictor = load_predictor(path, device)
+    predictor = load_predictor(path, device, overrides)
     if not isinstance(predictor, Predictor):
         use = {"a classifier": "detr_bf.load_classifier"}.get(predictor.kind, "detr-bf predict")
         raise InputError(f"{path} is of {predictor.kind}, expected a detector: use {use}")
@@ -144,20 +150,35 @@ def load_classifier(path: str | Path, device: str = "auto") -> ClassifierPredict
     return predictor
 
 
-def load_predictor(path: str | Path, device: str = "auto") -> Predictor | ClassifierPredictor | SegmentationPredictor:
+def load_predictor(
+    path: str | Path, device: str = "auto", overrides: Sequence[str] = ()
+) -> Predictor | ClassifierPredictor | SegmentationPredictor:
     """Return the detector, classifier or segmentation network of a checkpoint or run folder.
+
+    Args:
+        overrides: of a detector, see :func:`load`.
 
     Raises:
         InputError: see :func:`load`, or the model predicts nothing, such as a masked autoencoder.
     """
+    if other := [name for each in overrides if (name := each.partition("=")[0].strip()) not in OVERRIDES]:
+        raise InputError(
+            f"{listed(other)} cannot be changed of a trained detector; overrides are {', '.join(OVERRIDES)}"
+        )
     given = hub_folder(str(path)) if is_hub_address(str(path)) else Path(path).expanduser()
     if given.suffix in FILE_SUFFIXES:
-        return _exported_predictor(given, device)
+        return _exported_predictor(given, device, overrides)
     source, checkpoint = _read_checkpoint(given)
     config = config_from_dict(checkpoint.config, source=f"the config in {source}")
-    config.device = device
     if isinstance(config, DetectionConfig):
+        if overrides:
+            config = config_from_dict(checkpoint.config, overrides, source=f"the config in {source}")
+            checkpoint = replace(checkpoint, config=config_to_dict(config))
+        config.device = device
         return _detection_predictor(config, checkpoint, source)
+    if overrides:
+        raise InputError(f"{listed(overrides)}: for a detector, and {printable(str(path))} is none")
+    config.device = device
     if config.task == "segmentation":
         from detr_bf.inference.segmentation import segmentation_predictor
 
@@ -189,17 +210,23 @@ def _detection_predictor(config: DetectionConfig, checkpoint: Checkpoint, source
     return Predictor.from_config(backend, config, classes, thresholds=thresholds, origin=origin)
 
 
-def _exported_predictor(path: Path, device: str) -> Predictor:
+def _exported_predictor(path: Path, device: str, overrides: Sequence[str]) -> Predictor:
     """Return the detector of a file that ``detr-bf export`` wrote; the code in a package runs.
 
     Raises:
         InputError: onnxruntime or openvino is not installed, the file is damaged, of another program or compiled
-            for another machine, or another device than that of the file is asked for.
+            for another machine, or another device than that of the file is asked for; or an override is of what
+            its graph computes.
     """
     model = file_detector(path)
     values = model.metadata
+    if overrides and model.form.postprocess:
+        raise InputError(
+            f"{listed(overrides)}: the graph of {printable(path)} computes the detections itself: export it again with "
+            "these settings, or without postprocessing"
+        )
     try:
-        config = config_from_dict(values["config"], source=f"the config in {printable(path)}")
+        config = config_from_dict(values["config"], overrides, source=f"the config in {printable(path)}")
         classes = ClassMap(tuple(values["category_ids"]), tuple(values["classes"]), tuple(values["is_thing"]))
         thresholds = ScoreThresholds(float(values["threshold"]), tuple(map(float, values["thresholds"])))
         if not len(thresholds.by_class) == classes.num_classes:

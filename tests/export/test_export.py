@@ -36,12 +36,14 @@ from detr_bf.data.transforms import eval_sample
 from detr_bf.detectors import MaskHead
 from detr_bf.evaluation import ScoreThresholds
 from detr_bf.export import GivenSelections, ParityError, parity, parity_table, synthetic_images
-from detr_bf.export.graph import ONNX_FORMAT, OPSET, ExportSignature
+from detr_bf.export.graph import ONNX_FORMAT, OPSET, ExportGraph, ExportSignature
 from detr_bf.export.precision import MAX_CALIBRATION, calibration_files, exact_nodes, half_precision
 from detr_bf.export.runtime import OnnxDetector
 from detr_bf.export.sharing import SourceCheckpoint
 from detr_bf.inference.backends import TorchBackend
 from detr_bf.inference.predictor import Predictor
+from detr_bf.losses import Focal
+from detr_bf.losses.postprocess import Postprocess
 from tests.detectors.tiny import CHANNELS, DETECTORS, DIM, FOCAL, QUERIES, batch_former, model, shaken
 from tests.docs.test_pages import ROOT
 
@@ -155,19 +157,40 @@ def test_a_pickled_detector_reads_its_file_again(detr: tuple[Predictor, Path], t
 
 @pytest.mark.full
 def test_a_fixed_form_with_detections(tmp_path: Path) -> None:
-    original = predictor("smca")
+    original = predictor("smca", "eval.nms=0.3")
     compared = original.export(tmp_path / "it.onnx", batch=2, size=(64, 96), postprocess=True)
     assert [(each.images, each.size) for each in compared] == [(2, (64, 96))]
     assert set(compared[0].differences) == {"scores", "labels", "boxes", "selection"}
     loaded, images = detr_bf.load(tmp_path / "it.onnx"), synthetic_images()
     found = loaded(images, threshold=0.0, batch_size=2)
-    assert [len(each) for each in found] == [QUERIES] * 3
+    assert all(0 < len(each) < QUERIES for each in found), "without duplicates"
     wide = torch.randint(256, (3, 64, 96), generator=torch.Generator().manual_seed(3), dtype=torch.uint8)
     same(loaded(wide, threshold=0.0), original(wide, threshold=0.0))  # fits without padding
     for one, other in zip(loaded.predict(images, batch_size=3, threshold=0.0), found, strict=True):
         same(one, other)  # more images than the file takes are computed in parts
+    batch = Batch.collate([eval_sample(loaded.transform, image, 0) for image in images[:2]])
+    left_out = (loaded.model.run(batch)["scores"] == 0).sum(1)
+    assert left_out.tolist() == [QUERIES - len(each) for each in found[:2]], "by the graph itself"
     with pytest.raises(InputError, match="has no logits"):
-        loaded.model(Batch.collate([eval_sample(loaded.transform, image, 0) for image in images[:2]]))
+        loaded.model(batch)
+    with pytest.raises(InputError, match=r"eval\.nms=null: the graph of .*it\.onnx computes the detections itself"):
+        detr_bf.load(tmp_path / "it.onnx", overrides=["eval.nms=null"])
+
+
+@pytest.mark.parametrize("across", [False, True])
+def test_the_graph_filters_duplicates_of_each_image_and_class(across: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    scores, labels = torch.rand(3, 60, generator=generator), torch.randint(2, (3, 60), generator=generator)
+    centres, sizes = torch.rand(2, 3, 60, 2, generator=generator)
+    boxes = torch.cat([centres - sizes / 2, centres + sizes / 2], dim=-1)
+    rule = Postprocess(Focal(), nms=0.3, nms_across_classes=across)
+    found = ExportGraph(model("detr"), rule)._without_duplicates(scores, labels, boxes, rule)
+    for image in range(3):
+        expected = torch.zeros(60)
+        kept = rule.kept(boxes[image], scores[image], labels[image])
+        expected[kept] = scores[image, kept]
+        assert 10 < len(kept) < 54
+        assert torch.equal(found[image], expected)
 
 
 def test_the_metadata_say_what_a_user_needs(detr: tuple[Predictor, Path]) -> None:
@@ -205,6 +228,11 @@ def test_a_loaded_file_refuses_what_it_cannot_do(detr: tuple[Predictor, Path], t
         detr_bf.load(detr[1], "cuda")
     with pytest.raises(InputError, match="no mask head"):
         loaded.panoptic(image)
+    with pytest.raises(
+        InputError, match=r"model\.heads cannot be changed of a trained detector; overrides are eval\.nms,"
+    ):
+        detr_bf.load(detr[1], overrides=["model.heads=2"])
+    assert detr_bf.load(detr[1], overrides=["eval.nms=0.3"]).postprocess.nms == 0.3
     for method in (loaded.save, loaded.to_huggingface, loaded.export):
         with pytest.raises(InputError, match="from a checkpoint"):
             method(tmp_path / "again.onnx")

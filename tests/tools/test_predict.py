@@ -70,6 +70,27 @@ def test_images_of_one_name_have_pictures_of_their_own(weights: Path, photos: Pa
     assert pictures == {"0000_x.png", "0001_y.png", "0002_x.png"}
 
 
+def test_duplicates_are_left_out_on_request(
+    weights: Path, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = ["eval.nms=0.05", "eval.nms_across_classes=true"]
+    options = ["--nms", "0.05", "--nms-across-classes"]
+    assert predict(weights, tmp_path / "out", photos, *options) == 0
+    written = json.loads((tmp_path / "out" / "predictions.json").read_text())
+    few, all_of_them = detr_bf.load(weights, "cpu", settings), detr_bf.load(weights, "cpu")
+    for entry in written:
+        assert len(entry["objects"]) == len(few(entry["file"], 0.0)) < len(all_of_them(entry["file"], 0.0))
+    few.save(tmp_path / "saved")
+    assert detr_bf.load(tmp_path / "saved", "cpu").postprocess == few.postprocess
+    capsys.readouterr()
+    for wrong, message in (
+        (["--nms", "7"], "eval.nms must be"),
+        (["--nms", "0.5", "--panoptic"], "--panoptic does not use --nms, --threshold"),
+    ):
+        assert predict(weights, tmp_path / "out", photos, *wrong) == 2
+        assert message in capsys.readouterr().err
+
+
 def test_grey_images_of_16_bits_are_scaled_as_in_training(tmp_path: Path) -> None:
     made = checkpoint("data.transforms.eval_short_side=32", "data.grey_bits=12", average=False)
     made.save(tmp_path / "tiny.pt")
