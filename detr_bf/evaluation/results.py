@@ -245,8 +245,11 @@ class Result:
 
     @property
     def score(self) -> float:
-        """Return the score that selects the best checkpoint: PQ if measured, else AP; -inf without ground truth."""
-        score = self.panoptic.PQ if self.panoptic else self.boxes.AP
+        """Return the score that selects the best checkpoint; -inf without ground truth.
+
+        It is PQ if measured, else AP of masks if measured (those of good boxes alone are good), else AP of boxes.
+        """
+        score = self.panoptic.PQ if self.panoptic else (self.masks or self.boxes).AP
         return -math.inf if score is None else score
 
     @property

@@ -25,6 +25,7 @@ from detr_bf.data.coco import CocoDetection
 from detr_bf.data.masks import read_ids
 from detr_bf.evaluation import CocoEvaluator, CocoSummary, merge_shards, to_coco_results, write_results
 from detr_bf.evaluation import coco as coco_module
+from detr_bf.evaluation.results import Result
 from detr_bf.losses.postprocess import encoded
 
 CocoFolder = Callable[..., SimpleNamespace]
@@ -428,6 +429,11 @@ def test_masks_of_things_of_a_panoptic_file(panoptic_folder: CocoFolder, engine:
         labels = [class_map.index[segment["category_id"]] for segment in segments]
         evaluator.update([masked(entry["image_id"], masks, labels)])
     summary = evaluator.summarize_masks()
+    boxes = evaluator.summarize()
+    assert (Result(boxes).score, Result(boxes, summary).score) == (boxes.AP, summary.AP), (
+        "masks choose the best weights"
+    )
+    assert boxes.AP != summary.AP
     assert pytest.approx(1.0) == summary.AP
     assert list(summary.per_class) == ["thing3", "thing7"]
     assert evaluator.summarize().AP < 0.1, "the metrics of the boxes"
