@@ -52,6 +52,7 @@ CONTENTS = {
         "docs/classifiers",
         "docs/vision_transformers",
         "docs/distributed",
+        "docs/clusters",
         "docs/detectron2",
         "docs/any_encoder",
     ],

@@ -362,9 +362,6 @@ def _experiment_parser() -> argparse.ArgumentParser:
     parser.add_argument("--quick", action="store_true", help="try the file out: 4 steps of every arm, in DIR-quick")
     parser.add_argument("--discard-weights", action="store_true", help="remove the checkpoints of finished cells")
     parser.add_argument("--print", action="store_true", help="only print the commands of the unfinished cells")
-    parser.add_argument(
-        "--slurm", type=Path, metavar="FILE", help="only write a SLURM job array of the unfinished cells"
-    )
     return parser
 
 

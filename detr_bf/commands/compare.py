@@ -12,7 +12,7 @@ from detr_bf.commands.arguments import folder_of_run, split_settings
 from detr_bf.common.errors import InputError
 from detr_bf.common.files import check_output_folder, is_folder, make_output_folder
 from detr_bf.common.progress import setup_logging
-from detr_bf.common.text import counted, listed, printable, safe_message
+from detr_bf.common.text import listed, printable, safe_message
 from detr_bf.comparison.experiment import arm_command, read_experiment
 from detr_bf.comparison.records import ExperimentFolder, collect, collect_runs
 from detr_bf.comparison.runner import (
@@ -22,7 +22,6 @@ from detr_bf.comparison.runner import (
     remove_weights,
     shell_line,
     unfinished_cells,
-    write_slurm_script,
 )
 from detr_bf.config import load_config, packaged_experiments, parse_override
 
@@ -40,8 +39,6 @@ def _run(options: argparse.Namespace) -> int:
     for name in ("jobs", "threads"):
         if (value := getattr(options, name)) is not None and not 1 <= value <= 1000:
             raise InputError(f"--{name} must be from 1 to 1000, got {value}")
-    if options.print and options.slurm:
-        raise InputError("--print and --slurm exclude each other")
     experiment = read_experiment(_experiment_file(options.file), options.settings, quick=options.quick)
     output = options.output or Path("runs") / "compare" / experiment.name
     text = f"{os.path.normpath(output)}{'-quick' if options.quick else ''}"
@@ -58,13 +55,6 @@ def _run(options: argparse.Namespace) -> int:
     from detr_bf.comparison.page import check_result_files
 
     check_result_files(folder.path)
-    if options.slurm:
-        if not cells:
-            raise InputError("all cells are finished: there is nothing to submit")
-        write_slurm_script(options.slurm, experiment, folder, cells, options.threads)
-        folder.describe(experiment)
-        print(safe_message(f"{counted(len(cells), 'cell')}: sbatch {options.slurm}"))
-        return 0
     check_data(experiment, cells)
     folder.describe(experiment)
     if others := [cell.name for cell in folder.trained() if cell.arm in experiment.arms and cell not in known]:

@@ -21,6 +21,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from detr_bf.common.errors import CommandError, InputError, TrainingError
+from detr_bf.common.text import printable
 
 T = TypeVar("T")
 E = TypeVar("E", bound=CommandError)
@@ -74,6 +75,9 @@ def process_group(device: torch.device, timeout_minutes: float) -> Iterator[None
 
     ``device`` becomes the current device. A rank that waits longer than the timeout fails. An exception that only some
     ranks raise leaves the group open, because closing it would wait for the other ranks.
+
+    Raises:
+        TrainingError: in the block, the connection to another rank was lost.
     """
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
@@ -92,6 +96,13 @@ def process_group(device: torch.device, timeout_minutes: float) -> Iterator[None
     except BaseException as error:
         if isinstance(error, CommandError) and error.on_all_ranks:
             dist.destroy_process_group()
+        if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error)):
+            raise TrainingError(
+                f"rank {rank()} on {socket.gethostname()} has lost the connection to another rank, which has ended or "
+                "whose machine cannot be reached: look at its messages. torchrun starts all ranks again while "
+                "--max-restarts allows it; otherwise continue with --resume or --auto-resume "
+                f"({printable(error, 300)})"
+            ) from error
         raise
     dist.destroy_process_group()
 

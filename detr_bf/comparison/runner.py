@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from detr_bf.common.errors import InputError, Interrupted, TrainingError, prefix_errors
-from detr_bf.common.files import atomic_write, check_output_file, make_output_folder, read_records, write_json
+from detr_bf.common.files import read_records, write_json
 from detr_bf.common.progress import progress_bar
 from detr_bf.common.text import duration, listed, printable, safe_message
 from detr_bf.comparison.experiment import CLASS_METRIC, Experiment, ExperimentCell, check_program
@@ -29,7 +29,6 @@ from detr_bf.tasks import task_of
 
 logger = logging.getLogger(__name__)
 
-SCRIPT_MARK = "# Job array written by detr-bf compare"
 POLL_SECONDS = 0.2
 _LAYOUT = "{desc}: {n_fmt} of {total_fmt} cells{postfix}"
 LINES_OF_A_FAILURE = 15
@@ -105,49 +104,6 @@ def shell_line(command: Sequence[str], threads: int) -> str:
 
 def _environment(threads: int) -> dict[str, str]:
     return {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "passive"}  # waiting threads must not spin
-
-
-def write_slurm_script(
-    path: Path, experiment: Experiment, folder: ExperimentFolder, cells: Sequence[ExperimentCell], threads: int
-) -> None:
-    """Write a SLURM job array with one task for each cell.
-
-    Raises:
-        InputError: the path cannot be written, or is a file that this program did not write.
-    """
-    check_output_file(path, "--slurm")
-    if path.exists():
-        with path.open("rb") as file:
-            if SCRIPT_MARK.encode() not in file.read(2**10):
-                raise InputError(f"{printable(path)} exists and is not a script of detr-bf compare: give another name")
-    workers = max(config.data.workers for config in experiment.configs.values())
-    log = shlex.quote(str(folder.path.absolute() / "logs" / "slurm-%A_%a.txt"))
-    cases = [
-        f"{index}) # {cell.name}\n    exec {shell_line(command_of(experiment, folder, cell), threads)} ;;"
-        for index, cell in enumerate(cells)
-    ]
-    text = f"""#!/bin/bash
-{SCRIPT_MARK}: {len(cells)} cells of the experiment {printable(experiment.name)}.
-# Submit it with sbatch and the options of your cluster, such as: sbatch --partition=NAME --gpus=1 FILE
-# A requeued task goes on where it was stopped. For the cells that stay unfinished, write the script again.
-#SBATCH --job-name=compare-{printable(experiment.name, 60).replace(" ", "_")}
-#SBATCH --array=0-{len(cells) - 1}
-#SBATCH --ntasks=1
-#SBATCH --cpus-per-task={threads + workers}
-#SBATCH --time=24:00:00
-#SBATCH --signal=B:TERM@300
-#SBATCH --requeue
-#SBATCH --open-mode=append
-#SBATCH --output={log}
-set -euo pipefail
-cd {shlex.quote(str(Path.cwd()))}
-case "$SLURM_ARRAY_TASK_ID" in
-{chr(10).join(cases)}
-esac
-"""
-    make_output_folder(folder.path / "logs", "--output")
-    with atomic_write(path) as temporary:
-        temporary.write_text(text, encoding="utf-8", errors="surrogateescape")  # paths that are not UTF-8
 
 
 def check_data(experiment: Experiment, cells: Sequence[ExperimentCell]) -> None:

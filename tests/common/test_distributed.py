@@ -95,6 +95,17 @@ def test_bad_input_of_one_rank_is_raised_on_every_rank(ranks: tuple[int, ...], m
     assert run_together(2, failing, ranks) == [message] * 2
 
 
+def end_alone() -> None:
+    if distributed.rank() == 1:
+        raise ValueError("a fault of one rank")
+    distributed.all_reduce_sum(torch.ones(1))
+
+
+def test_a_lost_rank_is_told() -> None:
+    with pytest.raises(AssertionError, match=r"TrainingError: rank 0 on .* has lost the connection to another rank"):
+        run_together(2, end_alone)
+
+
 def test_a_restarted_group_agrees_on_a_new_prefix() -> None:
     """Restart like torchrun: one store for all starts, with requests and addresses of the first start."""
     store, timeout = dist.HashStore(), timedelta(seconds=20)

@@ -349,27 +349,6 @@ def test_printed_commands_train_the_unfinished_cells(
     assert json.loads((out / "comparison.json").read_text())["cells"] == ["off 0 None", "two_stream 0 None"]
 
 
-def test_a_job_array_has_a_task_for_each_cell(file: Path, tmp_path: Path) -> None:
-    script = tmp_path / "jobs.sh"
-    assert run(file, "--slurm", str(script)) == 0
-    text = script.read_text()
-    assert "#SBATCH --array=0-3\n" in text
-    assert (tmp_path / "out/logs").is_dir(), "SLURM does not make the folder of its logs"
-    python = shlex.quote(sys.executable)
-    echo = text.replace("exec env", "exec echo").replace(python, "python")
-    for index, cell in enumerate(CELLS):
-        said = subprocess.run(
-            ["bash", "-c", echo], env={**os.environ, "SLURM_ARRAY_TASK_ID": str(index)}, capture_output=True, text=True
-        )
-        assert said.returncode == 0, said.stderr
-        assert f"seed={cell.seed} " in said.stdout
-        assert said.stdout.rstrip().endswith(f"out/runs/{cell.name}")
-    assert run(file, "--slurm", str(script)) == 0, "our own script is replaced"
-    script.write_text("echo mine\n")
-    assert run(file, "--slurm", str(script)) == 2
-    assert script.read_text() == "echo mine\n"
-
-
 def test_quick_trains_every_arm_in_a_folder_of_its_own(file: Path, fake: Callable[..., Path]) -> None:
     fake()
     experiment = read_experiment(file, quick=True)

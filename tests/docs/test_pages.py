@@ -23,7 +23,9 @@ from detr_bf.segmentation.config import SegmentationConfig
 ROOT = Path(__file__).parents[2]
 NAMES = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md"]
 NAMES += sorted(page.relative_to(ROOT).as_posix() for page in (ROOT / "docs").rglob("*.md"))
-NAMED = re.compile(r"\b(?:configs/[\w/-]+\.yaml|(?:tools|docs|benchmarks)/(?!test_)\w+\.(?:py|md|sh|sbatch|png))")
+NAMED = re.compile(
+    r"\b(?:configs/[\w/-]+\.yaml|examples/[\w/.]*\w|(?:tools|docs|benchmarks)/(?!test_)\w+\.(?:py|md|sh|png))"
+)
 OWN_FILE = re.compile(r"`((?:detr_bf|tests|docs)/[\w/.-]+)`")
 IDENTIFIER, PYTHON_FILE = r"`((?!\w+\.py`)[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)?)`", r"`((?:[\w.-]+/)*\w+\.py)`"
 KEY = re.compile(r"(?<![\w./-])([a-z_]+(?:\.[a-z0-9_]+)+)=")

@@ -111,8 +111,6 @@ ARGUMENTS: dict[str, dict[str, tuple[tuple[str, ...], str]]] = {  # by tool: nam
         "negative jobs": (("run", "long_tail_digits", "--jobs=-2"), "jobs"),
         "an unknown setting": (("run", "long_tail_digits", "model.wings=2"), "model.wings"),
         "a setting with escapes": (("run", "long_tail_digits", "--print", "model.name=\x1b[2J"), "\\x1b"),
-        "a script in place of notes": (("run", "long_tail_digits", "--slurm", "notes.md"), "notes.md"),
-        "a script that is a folder": (("run", "long_tail_digits", "--slurm", "."), "."),
         "a report on nothing": (("report", "nowhere"), "nowhere"),
         "a report on an empty folder": (("report", "."), "cells"),
         "a report on a file": (("report", "notes.md"), "notes.md"),

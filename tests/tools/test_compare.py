@@ -262,8 +262,6 @@ def test_wrong_arguments_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "'bcd' is neither an experiment file nor a packaged experiment: bccd, " in capsys.readouterr().err
     assert compare(["report", str(tmp_path / "none")]) == 2
     assert "is not a folder" in capsys.readouterr().err
-    assert compare(["run", "long_tail_digits", "--print", "--slurm", "x"]) == 2
-    assert "exclude each other" in capsys.readouterr().err
     for arguments in ([], ["run"], ["report"]):
         with pytest.raises(SystemExit):
             compare(arguments)
