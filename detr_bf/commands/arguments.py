@@ -209,6 +209,9 @@ def finetune_arguments(given: Sequence[str] | None = None) -> argparse.Namespace
     parser.add_argument("--init-from", metavar="RUN", help=f"trained detector to start from: {TRAINED_HELP}")
     parser.add_argument("--augment", metavar="NAME", help="none, light or strong; default: by the length of the run")
     parser.add_argument("--masks", action="store_true", help="train masks with the boxes; every object must have one")
+    parser.add_argument(
+        "--lora", type=int, metavar="RANK", help="train low-rank changes of the detector to start from, such as 8"
+    )
     parser.add_argument("--resume", action="store_true", help="continue the run in the folder if there is one")
     parser.add_argument("--dry-run", action="store_true", help="check everything, time a few steps, and write nothing")
     return parser.parse_intermixed_args(given)
