@@ -67,21 +67,19 @@ def merged(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """
     result = dict(state)
     for prefix in [name.removesuffix(BASE) for name in state if name.endswith(f".{BASE}")]:
-        base, a, b = (result.pop(prefix + name, None) for name in (BASE, DOWN, UP))
-        whole = base is not None and a is not None and b is not None
-        if not whole or base.dtype != a.dtype or a.dtype != b.dtype or (a.dim(), b.dim()) != (2, 2):
-            raise _unfit(prefix)
-        if base.shape != (b.shape[0], a.shape[1]) or b.shape[1] != a.shape[0] or not base.is_floating_point():
-            raise _unfit(prefix)
+        base, a, b = result.pop(prefix + BASE), result.pop(prefix + DOWN, None), result.pop(prefix + UP, None)
+        if (
+            (a is None or b is None)
+            or not (base.is_floating_point() and base.dtype == a.dtype == b.dtype and a.dim() == b.dim() == 2)
+            or base.shape != (len(b), a.shape[1])
+            or len(a) != b.shape[1]
+        ):
+            raise InputError(
+                f"{printable(prefix)}{BASE}, {DOWN} and {UP} must be floating-point matrices (O, I), (N, I) and (O, N) "
+                "of one type: use another copy of the file"
+            )
         result[prefix + "weight"] = merged_weight(base, a, b)
     return result
-
-
-def _unfit(prefix: str) -> InputError:
-    return InputError(
-        f"{printable(prefix)}{BASE}, {DOWN} and {UP} must be floating-point matrices (O, I), (N, I) and (O, N) of one "
-        "type: use another copy of the file"
-    )
 
 
 def add_low_rank(model: nn.Module, names: list[str], rank: int) -> None:

@@ -131,7 +131,9 @@ def _special_parameters(model: nn.Module) -> dict[int, str]:
             group = "backbone"
         elif isinstance(module, BatchFormer | InsertedBatchFormer):
             group = "batch_former"
-        elif isinstance(module, nn.Linear | LowRankLinear) and re.search(r"\.sampling_offsets$|\bqueries\.reference\b", name):
+        elif isinstance(module, nn.Linear | LowRankLinear) and re.search(
+            r"\.sampling_offsets$|\bqueries\.reference\b", name
+        ):
             group = "points"
         elif name.endswith(SCALE_PARAMETERS):
             group = "scales"

@@ -96,7 +96,9 @@ def test_gradients_are_those_of_all_images_in_one_process(name: str, objects: tu
 
 
 @pytest.mark.parametrize("options", [{"masks": True}, {"batch_former": True}, {"lora": 3}])
-def test_gradients_of_masks_of_gathered_batch_attention_and_of_low_rank_changes_are_too(options: dict[str, Any]) -> None:
+def test_gradients_of_masks_of_gathered_batch_attention_and_of_low_rank_changes_are_too(
+    options: dict[str, Any],
+) -> None:
     options = {"name": "detr", **options}
     whole = gradients(step(**options), [batch(0, 3)])
     assert any(re.search("mask_head|batch_former|lora_b", name) for name in whole)
