@@ -135,6 +135,7 @@ detr-bf finetune photos/ --output runs/mine --model dino_r50_4scale train.epochs
 detr-bf finetune photos/ --model small train.minutes=15      # a small detector, without a GPU
 detr-bf finetune photos/ --init-from detr_r50 --model detr_r50
 detr-bf finetune photos/ --masks                             # boxes and instance masks, of labels with outlines
+detr-bf finetune photos/ --init-from runs/mine --lora 8      # low-rank changes: less memory
 
 FOLDER is read as data.root is (docs/data.md); photographs that cannot be decoded are left out. Training starts from the
 weights published for the recipe, if they are in the cache or can be downloaded, and says so; init_from=null: from the

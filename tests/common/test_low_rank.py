@@ -43,7 +43,8 @@ def test_a_weight_that_is_read_and_a_shared_layer_train_as_the_dense_layer() -> 
     model = changed(ReadsWeight(), "first", "again").double()
     dense = ReadsWeight().double()
     dense.load_state_dict(merged(model.state_dict()))
-    assert isinstance(layer := model.get_submodule("first"), LowRankLinear)
+    layer = model.get_submodule("first")
+    assert isinstance(layer, LowRankLinear)
     x = torch.randn(3, 4, dtype=torch.float64)
     for each in (model, dense):
         each(x).square().sum().backward()

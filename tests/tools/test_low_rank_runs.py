@@ -37,9 +37,8 @@ def test_a_run_resumes_to_the_same_bits_and_its_weights_are_merged(
     assert train_net([*start, LORA, f"output_dir={whole}", "train.max_steps=5"]) == 0
     assert "low-rank changes of 26 linear layers; " in capsys.readouterr().err
     assert train_net([*start, LORA, f"output_dir={parted}", "train.max_steps=2"]) == 0
-    for other in ("freeze.lora=8", "freeze.lora=null"):
-        assert train_net([*start, other, f"output_dir={parted}", "--resume"]) == 2
-        assert f"error: {other}: the run was started with freeze.lora=4; resume with that" in capsys.readouterr().err
+    assert train_net([*start, f"output_dir={parted}", "--resume"]) == 2
+    assert "error: freeze.lora=null: the run was started with freeze.lora=4; resume" in capsys.readouterr().err
     assert train_net([*start, LORA, f"output_dir={parted}", "train.max_steps=5", "--resume"]) == 0
     straight, resumed = load_checkpoint(whole / "last.pt"), load_checkpoint(parted / "last.pt")
     assert straight.training is not None
@@ -66,8 +65,6 @@ def test_a_run_resumes_to_the_same_bits_and_its_weights_are_merged(
     assert predict([str(whole), "--output", str(best), "--threshold", "0", image]) == 0
     (entry,) = json.loads((best / "predictions.json").read_text())
     assert entry["objects"]
-    further = [*start[:-1], f"init_from={whole}", LORA, "train.max_steps=1", f"output_dir={tmp_path / 'further'}"]
-    assert train_net(further) == 0, "from merged weights"
 
 
 @pytest.mark.full
