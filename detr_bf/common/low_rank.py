@@ -6,7 +6,6 @@ Shape legend: I inputs, O outputs, N rank.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 import torch
 import torch.nn.functional as F
@@ -59,14 +58,17 @@ def merged_weight(base: Tensor, a: Tensor, b: Tensor) -> Tensor:
         return torch.addmm(base, b, a)
 
 
-def merged(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a state dict in which the weights of linear layers replace those of :class:`LowRankLinear`.
+def merged(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return a state dict in which the weights of linear layers replace those of :class:`LowRankLinear`, if any.
 
     Raises:
         InputError: the parameters of such a layer are not complete, or do not fit together.
     """
+    prefixes = [name.removesuffix(BASE) for name in state if name.endswith(f".{BASE}")]
+    if not prefixes:
+        return state
     result = dict(state)
-    for prefix in [name.removesuffix(BASE) for name in state if name.endswith(f".{BASE}")]:
+    for prefix in prefixes:
         base, a, b = result.pop(prefix + BASE), result.pop(prefix + DOWN, None), result.pop(prefix + UP, None)
         if (
             (a is None or b is None)
