@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
@@ -19,6 +20,7 @@ from detr_bf.backbones import Backbone, VitOptions, build_backbone
 from detr_bf.batchformer import BATCH_MIXERS, BatchFormerV2, QueryBatchFormer
 from detr_bf.common.errors import InputError
 from detr_bf.common.extensions import extended
+from detr_bf.common.low_rank import add_low_rank
 from detr_bf.common.settings import chosen_options, settings_of
 from detr_bf.common.structures import ClassMap
 from detr_bf.common.text import printable
@@ -36,6 +38,9 @@ logger = logging.getLogger(__name__)
 
 OF_DISTRIBUTIONS = ("fgl_weight", "ddf_weight", "union")  # settings of the loss that D-FINE alone reads
 OF_POINTS = ("mask_cells_per_point", "matcher.mask_cost", "matcher.dice_cost")  # that RF-DETR's mask head alone reads
+
+# Parts of a detector that low-rank fine-tuning trains in full: queries, heads, batch attention, and plug-ins
+TRAINED_WITH_LOW_RANK = r"mask_head\.|decoder\.(?!layers\.)|(.*\.)?(batch_former|plugins)\."
 
 MOST_CLASSES = 1_000_000
 FOCAL_PRIOR = 0.01  # initial score of every class (Lin et al. 2017, arXiv 1708.02002, section 4.1)
@@ -112,6 +117,30 @@ def build_detector(config: DetectionConfig, num_classes: int, body: Backbone) ->
     if config.freeze.detector:
         built.freeze_all_but_masks(keep_dropout=config.freeze.keep_dropout)
     return accelerate(built, body.body)
+
+
+def train_low_rank(model: Detector, rank: int) -> None:
+    """Freeze a detector except for :data:`TRAINED_WITH_LOW_RANK` and low-rank changes of its linear layers (in-place).
+
+    These are the layers of attention and feed-forward networks in encoder, decoder and backbone. Convolutions and norms
+    are frozen, and what was frozen before gets no changes.
+    """
+    named = list(model.named_parameters(remove_duplicate=False))
+    whole = {id(parameter) for name, parameter in named if re.match(TRAINED_WITH_LOW_RANK, name)}
+    frozen = {id(parameter): parameter for _, parameter in named if id(parameter) not in whole}
+    changed = [
+        name
+        for name, layer in model.named_modules(remove_duplicate=False)
+        if type(layer) is nn.Linear and id(layer.weight) in frozen and layer.weight.requires_grad
+    ]
+    for parameter in frozen.values():
+        parameter.requires_grad_(False)
+    add_low_rank(model, changed, rank)
+    counts = [(each.numel(), each.requires_grad) for each in model.parameters()]
+    logger.info(
+        "freeze.lora=%d: low-rank changes of %d linear layers; %s of %s parameters are trained",
+        *(rank, len(changed), f"{sum(n for n, trained in counts if trained):,}", f"{sum(n for n, _ in counts):,}"),
+    )
 
 
 def _check_num_classes(num_classes: object) -> None:

@@ -48,6 +48,7 @@ WARMUP_STEPS = 100  # of a run of at least ten times as many
 # multiplied by sqrt(RUN_STEPS / steps), within the limits, of which the lower one is the rate of RT-DETR's recipes.
 SCRATCH_RATE = 4e-4
 LEAST_RATE, MOST_RATE = 1e-4, 2e-3
+LOW_RANK_RATE = 1e-3  # with freeze.lora and a detector to start from
 AUTO_RATE = ("rtdetr", "rtdetrv2", "dfine")  # detectors that optimizer.lr=auto is for
 
 C = TypeVar("C", bound=RunConfig)
@@ -203,7 +204,8 @@ def resolved(config: C, steps: int) -> C:
             raise InputError(
                 "optimizer.lr=auto is known for RT-DETR and D-FINE only: give a number, such as that of a recipe"
             )
-        rate = LEAST_RATE if config.init_from else SCRATCH_RATE * math.sqrt(RUN_STEPS / max(1, steps))
+        of_start = LOW_RANK_RATE if config.freeze.lora else LEAST_RATE
+        rate = of_start if config.init_from else SCRATCH_RATE * math.sqrt(RUN_STEPS / max(1, steps))
         chosen["lr"] = float(f"{min(MOST_RATE, max(LEAST_RATE, rate)):.2g}")
     if getattr(optimizer, "backbone_lr", 0.0) == AUTO:
         chosen["backbone_lr"] = float(f"{resolved_number(chosen.get('lr', optimizer.lr)) / 10:.2g}")

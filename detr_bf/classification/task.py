@@ -138,7 +138,9 @@ class ClassificationTask(ImageTask[ClassifierConfig]):
         if config.init_from:
             weights = with_resized_positions(model, read_network_weights(Path(config.init_from)), config.init_from)
             weights = self.fit_classes(model, weights, classes)
-            logger.info(load_fitting(model, weights, config.init_from, "head" if config.model.linear_probe else None))
+            logger.info(
+                load_fitting(model, weights, config.init_from, r"head\." if config.model.linear_probe else None)
+            )
 
     def check_model(self, model: nn.Module, data: ImageSplits) -> None:
         rows = min(self.config.train.batch_size, len(data.train) // distributed.world_size())

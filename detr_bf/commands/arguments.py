@@ -135,6 +135,7 @@ detr-bf finetune photos/ --output runs/mine --model dino_r50_4scale train.epochs
 detr-bf finetune photos/ --model small train.minutes=15      # a small detector, without a GPU
 detr-bf finetune photos/ --init-from detr_r50 --model detr_r50
 detr-bf finetune photos/ --masks                             # boxes and instance masks, of labels with outlines
+detr-bf finetune photos/ --init-from runs/mine --lora 8      # low-rank changes: less memory
 
 FOLDER is read as data.root is (docs/data.md); photographs that cannot be decoded are left out. Training starts from the
 weights published for the recipe, if they are in the cache or can be downloaded, and says so; init_from=null: from the
@@ -209,6 +210,9 @@ def finetune_arguments(given: Sequence[str] | None = None) -> argparse.Namespace
     parser.add_argument("--init-from", metavar="RUN", help=f"trained detector to start from: {TRAINED_HELP}")
     parser.add_argument("--augment", metavar="NAME", help="none, light or strong; default: by the length of the run")
     parser.add_argument("--masks", action="store_true", help="train masks with the boxes; every object must have one")
+    parser.add_argument(
+        "--lora", type=int, metavar="RANK", help="train low-rank changes of the detector to start from, such as 8"
+    )
     parser.add_argument("--resume", action="store_true", help="continue the run in the folder if there is one")
     parser.add_argument("--dry-run", action="store_true", help="check everything, time a few steps, and write nothing")
     return parser.parse_intermixed_args(given)

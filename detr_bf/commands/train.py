@@ -81,6 +81,7 @@ def fine_tune(options: argparse.Namespace) -> int:
             init_from=options.init_from,
             augment=options.augment,
             masks=options.masks,
+            lora=options.lora,
             resume=options.resume,
             overrides=overrides,
             dry_run=options.dry_run,

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from detr_bf.common.errors import InputError
 from detr_bf.common.files import check_weights, is_folder, read_safetensors, read_torch
+from detr_bf.common.low_rank import merged
 
 BEST, LAST = "best.pt", "last.pt"  # checkpoints in the folder of a run
 PLUGINS, ENCODER = "plugins", "encoder."  # in names: part of those of plug-ins, prefix of pre-trained encoders
@@ -45,6 +46,7 @@ def state_in(content: Any, path: Path) -> dict[str, Tensor]:
     """Return the state dict in a checkpoint, or the content itself.
 
     Averaged weights are preferred, unless the checkpoint is one of ours whose other weights were evaluated as better.
+    Low-rank changes in ours are merged into them.
 
     Raises:
         InputError: no state dict, or values that cannot be weights.
@@ -56,7 +58,7 @@ def state_in(content: Any, path: Path) -> dict[str, Tensor]:
     else:
         raise InputError(f"{path} holds no weights: expected a dict of tensors, or one in ema, model or state_dict")
     check_weights(state, str(path), finite=False)
-    return without_wrapper(state)
+    return merged(without_wrapper(state))
 
 
 def _entry(content: Any, name: str) -> Any:

@@ -408,10 +408,11 @@ class DetectorTrainConfig(TrainConfig):
 
 @dataclass
 class FreezeConfig:
-    """Second stage of panoptic training: only the mask head learns."""
+    """Weights that training leaves as they are: of a detector whose mask head is trained, or low-rank fine-tuning."""
 
     detector: bool = False  # freeze all weights except those of the mask head
     keep_dropout: bool = False  # dropout in the frozen detector, as in the authors' code
+    lora: int | None = positive(None, 1024)  # rank of the trained changes of linear layers (LoRA); null: train all
 
 
 @dataclass
@@ -496,6 +497,11 @@ class DetectionConfig(RunConfig):
             raise InputError(
                 f"{prefix}train.auto_batch=true tries batches on each GPU by itself, and {prefix}batch_former.gather "
                 "exchanges images between them: give train.batch_size without auto_batch, see detr-bf plan"
+            )
+        if self.freeze.detector and self.freeze.lora:
+            raise InputError(
+                f"{prefix}freeze.detector=true trains only the mask head, and {prefix}freeze.lora={self.freeze.lora} "
+                "changes of the detector: give one of them"
             )
         if self.freeze.detector and self.plugins.relative_localization.enabled:
             raise InputError(

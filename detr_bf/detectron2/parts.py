@@ -109,6 +109,10 @@ def build_parts(
         )
     if config.batch_former.log_attention:
         raise InputError("batch_former.log_attention is logged by detr-bf train, not in detectron2: set it to false")
+    if config.freeze.lora:
+        raise InputError(
+            f"freeze.lora={config.freeze.lora} is trained by detr-bf finetune, not in detectron2: leave it empty"
+        )
     if backbone is None:
         detector = build_model(config, num_classes, pretrained=pretrained)
     else:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from detr_bf.common import distributed
 from detr_bf.common.errors import InputError, prefix_errors
 from detr_bf.common.files import atomic_write, check_weights, is_number, read_torch
+from detr_bf.common.low_rank import merged
 from detr_bf.common.structures import ClassMap
 from detr_bf.common.text import listed, printable
 from detr_bf.evaluation import ScoreThresholds
@@ -61,9 +62,12 @@ class Checkpoint:
 
     @property
     def weights(self) -> dict[str, Tensor]:
-        """The averaged weights, if there are any and the last evaluation did not find the others better."""
+        """The averaged weights, if there are any and the last evaluation did not find the others better.
+
+        Low-rank changes are merged into them.
+        """
         raw_is_better = self.training is not None and bool(self.training["progress"].get("raw_is_better"))
-        return self.model if self.ema is None or raw_is_better else self.ema
+        return merged(self.model if self.ema is None or raw_is_better else self.ema)
 
     def save(self, path: Path, previous: Path | None = None) -> None:
         """Write atomically: a crash leaves the old file intact, and success renames the old file to ``previous``."""
@@ -94,6 +98,8 @@ def load_checkpoint(path: Path) -> Checkpoint:
     for name in ("model", "ema"):
         if name == "model" or content[name] is not None:
             check_weights(_mapping(content[name], name, path), str(path), finite=False)
+            with prefix_errors(str(path)):
+                merged(content[name])
     check_stored(content["config"], content["class_map"], path)
     if content["training"] is not None:
         _check_training(_mapping(content["training"], "training", path), path)
@@ -283,7 +289,7 @@ def load_fitting(model: nn.Module, weights: Mapping[str, Tensor], source: str, w
     batch norms, which nothing here reads, may be on one side alone: norms with fixed statistics have none.
 
     Args:
-        whole_but: the only part of the model for which weights may be missing; None: they may be missing anywhere.
+        whole_but: pattern of the only names for which weights may be missing; None: they may be missing anywhere.
 
     Raises:
         InputError: nothing fits, weights outside ``whole_but`` are missing, or those that fit are not finite or not
@@ -299,7 +305,7 @@ def load_fitting(model: nn.Module, weights: Mapping[str, Tensor], source: str, w
     if not fitting:
         raise InputError(f"init_from: nothing in {source} fits this model." + _lines("its keys", sorted(weights)))
     if whole_but is not None:
-        unloaded = [line for line in (*missing, *other_shape) if not line.startswith(f"{whole_but}.")]
+        unloaded = [line for line in (*missing, *other_shape) if not re.match(whole_but, line)]
         if unloaded:
             raise InputError(
                 f"init_from: {source} does not hold all weights that are frozen."

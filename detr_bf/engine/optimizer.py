@@ -16,6 +16,7 @@ from detr_bf.backbones.backbone import parameter_stages
 from detr_bf.batchformer import BatchFormer, InsertedBatchFormer
 from detr_bf.common.errors import InputError
 from detr_bf.common.files import check_weights
+from detr_bf.common.low_rank import LowRankLinear
 from detr_bf.common.text import listed
 from detr_bf.transformer import Encoder
 
@@ -130,7 +131,9 @@ def _special_parameters(model: nn.Module) -> dict[int, str]:
             group = "backbone"
         elif isinstance(module, BatchFormer | InsertedBatchFormer):
             group = "batch_former"
-        elif isinstance(module, nn.Linear) and re.search(r"\.sampling_offsets$|\bqueries\.reference\b", name):
+        elif isinstance(module, nn.Linear | LowRankLinear) and re.search(
+            r"\.sampling_offsets$|\bqueries\.reference\b", name
+        ):
             group = "points"
         elif name.endswith(SCALE_PARAMETERS):
             group = "scales"

@@ -53,6 +53,7 @@ class FineTuneOptions(TypedDict, total=False):
     init_from: str | Path | None
     augment: str | None
     masks: bool
+    lora: int | None
     resume: bool
     overrides: Sequence[str]
 
@@ -77,6 +78,7 @@ def finetune(
     init_from: str | Path | None = None,
     augment: str | None = None,
     masks: bool = False,
+    lora: int | None = None,
     resume: bool = False,
     overrides: Sequence[str] = (),
     dry_run: bool = False,
@@ -100,6 +102,8 @@ def finetune(
         augment: none, light or strong (``configs/augment_*.yaml``); by default light, and none in a run of
             ``SHORT_RUN`` epochs or fewer. Strong augmentation ends with the last tenth of the epochs.
         masks: train masks with the boxes (``model.masks=true``); every object must have a mask.
+        lora: rank; train low-rank changes of attention and feed-forward layers, and the heads in full
+            (``freeze.lora``), which needs weights to start from.
         resume: continue the run in ``output`` if there is one.
         overrides: settings as on the command line, which replace those chosen here.
         dry_run: do everything up to the first step, time a few steps, log what was found, write nothing; return None.
@@ -114,6 +118,7 @@ def finetune(
         init_from=init_from,
         augment=augment,
         masks=masks,
+        lora=lora,
         resume=resume,
         overrides=overrides,
         dry_run=dry_run,
@@ -132,6 +137,7 @@ def fine_tuned(
     init_from: str | Path | None,
     augment: str | None,
     masks: bool,
+    lora: int | None,
     resume: bool,
     overrides: Sequence[str],
     dry_run: bool,
@@ -154,6 +160,7 @@ def fine_tuned(
         if name not in names
     ]
     chosen += ["model.masks=true"] if masks and "model.masks" not in names else []
+    chosen += [f"freeze.lora={json.dumps(lora)}"] if lora is not None and "freeze.lora" not in names else []
     files, own = fine_tuning_files(model)
     setup_logging()
     chosen += _start(model, files, [*own, *chosen, *overrides], resume)

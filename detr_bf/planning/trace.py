@@ -29,6 +29,7 @@ from torch.utils.flop_counter import flop_registry
 from torch.utils.hooks import RemovableHandle
 
 from detr_bf.assembly import build_classification, build_model
+from detr_bf.assembly.model import train_low_rank
 from detr_bf.batchformer.mixers import BatchEncoderLayer
 from detr_bf.common.structures import Batch, Outputs, Target
 from detr_bf.config import DetectionConfig
@@ -111,6 +112,8 @@ def trace(
     with fake_tensors(device):
         with unset_fake_temporarily(), torch.device("meta"):  # timm reads numbers from tensors
             model = build_model(settings, num_classes, pretrained=False).train()
+            if settings.freeze.lora:
+                train_low_rank(model, settings.freeze.lora)
         model._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype))
         objects = Target(0, torch.zeros(OBJECTS, 4), torch.zeros(OBJECTS, dtype=torch.int64), size, size)
         recorder = Recorder(model, recompute=recompute, processes=processes if config.batch_former.gather else 1)

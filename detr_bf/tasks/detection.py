@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import logging
 import math
 import shlex
@@ -30,6 +31,7 @@ from detr_bf.assembly.data import (
     training_amount,
 )
 from detr_bf.assembly.model import (
+    TRAINED_WITH_LOW_RANK,
     build_classification,
     build_criterion,
     build_detector_criterion,
@@ -37,6 +39,7 @@ from detr_bf.assembly.model import (
     build_panoptic_postprocess,
     build_postprocess,
     num_detections,
+    train_low_rank,
 )
 from detr_bf.assembly.training import (
     build_groups,
@@ -181,20 +184,41 @@ class DetectionTask(Task[DetectionConfig]):
             raise InputError(
                 "freeze.detector=true needs init_from=RUN_OR_FILE: a detector trained on boxes of these classes"
             )
+        if self.config.freeze.lora and not self.config.init_from:
+            raise InputError(
+                f"freeze.lora={self.config.freeze.lora} trains small changes of a trained detector, and there is none "
+                "to start from: give init_from=RUN_OR_FILE_OR_NAME ('detr-bf recipes --weights' lists names), or "
+                "freeze.lora=null to train all weights"
+            )
 
     def initialize(self, model: torch.nn.Module, classes: ClassMap) -> None:
-        """Load ``init_from``, except for the mask head if the detector is frozen."""
+        """Load ``init_from``, except for the mask head if the detector is frozen; frozen weights must be in it."""
         config, frozen = self.config, self.config.freeze.detector
+        trained = r"mask_head\." if frozen else TRAINED_WITH_LOW_RANK if config.freeze.lora else None
         if config.init_from:
             weights = self.fit_classes(model, read_initial_weights(Path(config.init_from)), classes, frozen=frozen)
-            logger.info(load_fitting(model, weights, config.init_from, "mask_head" if frozen else None))
+            logger.info(load_fitting(model, weights, config.init_from, trained))
+
+    def prepare_training(self, model: Detector) -> Detector:
+        if self.config.freeze.lora:
+            train_low_rank(model, self.config.freeze.lora)
+        return model
 
     def adopt_settings(self, checkpoint: Checkpoint) -> None:
         """Take over what the run chose: grey_bits, batch size and accumulation, for as many images of a step.
 
         Its ``init_from`` stays too: learning rates that are ``auto`` depend on it.
+
+        Raises:
+            InputError: the parts that are trained are others.
         """
         stored = config_from_dict(checkpoint.config)
+        if self.config.freeze.lora != stored.freeze.lora:
+            rank, before = (json.dumps(each.freeze.lora) for each in (self.config, stored))
+            raise InputError(
+                f"freeze.lora={rank}: the run was started with freeze.lora={before}; resume with that, or start a new "
+                "run from its last checkpoint with init_from and another output_dir"
+            )
         given, self.config.init_from = self.config.init_from, stored.init_from
         if given not in (None, stored.init_from):
             text = "init_from=%s is not used: the run started from %s, and goes on from its last checkpoint"

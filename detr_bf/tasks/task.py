@@ -83,7 +83,7 @@ class Task(ABC, Generic[C]):
         logging.disable(logging.WARNING)
         try:
             with torch.device("meta"), torch.random.fork_rng(devices=()):
-                model = self.build_model(2)
+                model = self.prepare_training(self.build_model(2))
                 self.build_criterion(model, (1, 1))
             type(self)(resolved(self.config, RUN_STEPS)).build_optimizer(model)
             if isinstance(self.config, DetectionConfig):
@@ -147,6 +147,10 @@ class Task(ABC, Generic[C]):
     @abstractmethod
     def initialize(self, model: nn.Module, classes: ClassMap) -> None:
         """Load ``init_from`` into a new model of these classes, if it is set."""
+
+    def prepare_training(self, model: Any) -> Any:
+        """Return the model with what only training has; its first weights are loaded."""
+        return model
 
     def fit_classes(
         self, model: nn.Module, weights: dict[str, Tensor], classes: ClassMap, *, frozen: bool = False
@@ -243,7 +247,9 @@ class Task(ABC, Generic[C]):
         Raises:
             InputError: the weights are another model's.
         """
-        model = build_and_load(lambda: self.build_model(num_classes), weights, source, finite=False)
+        model = build_and_load(
+            lambda: self.prepare_training(self.build_model(num_classes)), weights, source, finite=False
+        )
         compile_model(model, self.config)
         return TrainingStep(model, self.build_criterion(model), device, precision).to(device).train()
 
@@ -263,6 +269,7 @@ class Task(ABC, Generic[C]):
         model = self.build_model(data.class_map.num_classes, pretrained=is_new and not config.init_from)
         if is_new:
             self.initialize(model, data.class_map)
+        model = self.prepare_training(model)
         self.check_model(model, data)
         compile_model(model, config)
         model.to(device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import signal
 from functools import partial
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from detr_bf.assembly.model import train_low_rank
 from detr_bf.common import distributed
 from detr_bf.common.structures import Batch, Target
 from detr_bf.detectors import MaskHead
@@ -24,12 +26,14 @@ NAMES = ["detr", "deformable_detr_refine", "deformable_detr_two_stage"]
 SIZES = (2, 1)  # images of each rank
 
 
-def step(name: str, masks: bool = False, batch_former: bool = False) -> TrainingStep:
+def step(name: str, masks: bool = False, batch_former: bool = False, lora: int = 0) -> TrainingStep:
     classification = CrossEntropy() if name == "detr" else Focal()
     changes: dict[str, Any] = {"batch_former": tiny.batch_former(gather=True, dropout=0.0)} if batch_former else {}
     if masks:
         changes["mask_head"] = MaskHead(tiny.DIM, heads=2, finer_channels=[])
     model = tiny.shaken(tiny.model(name, dropout=0.0, **changes), std=0.1).double().train()
+    if lora:
+        train_low_rank(model, lora)
     criterion = SetCriterion(classification, HungarianMatcher(classification))
     return TrainingStep(model, criterion, torch.device("cpu"), torch.float32)
 
@@ -91,11 +95,13 @@ def test_gradients_are_those_of_all_images_in_one_process(name: str, objects: tu
     assert_equal(run_together(2, of_this_rank, options, objects), gradients(step(**options), [batch(0, 3, objects)]))
 
 
-@pytest.mark.parametrize("options", [{"masks": True}, {"batch_former": True}])
-def test_gradients_of_masks_and_of_gathered_batch_attention_are_too(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", [{"masks": True}, {"batch_former": True}, {"lora": 3}])
+def test_gradients_of_masks_of_gathered_batch_attention_and_of_low_rank_changes_are_too(
+    options: dict[str, Any],
+) -> None:
     options = {"name": "detr", **options}
     whole = gradients(step(**options), [batch(0, 3)])
-    assert any("mask_head" in name or "batch_former" in name for name in whole)
+    assert any(re.search("mask_head|batch_former|lora_b", name) for name in whole)
     assert_equal(run_together(2, of_this_rank, options, (3, 0, 1)), whole)
 
 

@@ -151,6 +151,12 @@ def chosen_for(root: Path, *given: str, augment: str | None = None) -> dict[str,
         ("rtdetr_r50", 750, ("train.ema.decay=0.9",), {"warmup_steps": 75, "lr": 8e-4, "backbone_lr": 8e-5}),
         ("dfine_s", 750, (), {"warmup_steps": 75, "decay": 0.992, "lr": 8e-4, "backbone_lr": 8e-5}),
         ("dfine_s", 750, ("init_from=a.pth",), {"warmup_steps": 75, "decay": 0.992, "lr": 1e-4, "backbone_lr": 1e-5}),
+        (
+            "rtdetr_r50",
+            1,
+            ("init_from=a.pth", "freeze.lora=8"),
+            {"warmup_steps": 0, "decay": 0.0, "lr": 1e-3, "backbone_lr": 1e-4},
+        ),
         ("dino_r50_4scale", 750, (), {"warmup_steps": 75, "decay": 0.992}),
         (
             "dino_r50_4scale",

@@ -18,6 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import FlopCounterMode
 
 from detr_bf.assembly import build_classification, build_model
+from detr_bf.assembly.model import train_low_rank
 from detr_bf.common.errors import InputError
 from detr_bf.common.structures import Batch, Target
 from detr_bf.config import DetectionConfig, load_config
@@ -88,6 +89,8 @@ def kept_by_a_real_run(config: DetectionConfig) -> int:
     """Return the bytes alive after a real forward pass: saved by autograd, and inputs and results of the criterion."""
     torch.manual_seed(0)
     model = build_model(config, CLASSES, pretrained=False).train()
+    if config.freeze.lora:
+        train_low_rank(model, config.freeze.lora)
     own = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
     seen: dict[int, tuple[StorageWeakRef, int]] = {}
 
@@ -273,6 +276,18 @@ def test_a_frozen_detector_has_no_backward_pass() -> None:
     found = trace(tiny(*MASKS, "batch_former.enabled=false"), CLASSES, SIZE)
     assert {item.times for item in found.work} == {1, 3}
     assert all(item.times == 1 for item in found.work if item.name == "max_pool2d_with_indices")
+
+
+def test_low_rank_changes_need_less_of_everything() -> None:
+    settings = (*DETECTORS["rtdetr"], TRAINS_ALL, "batch_former.enabled=false")
+    config = tiny(*settings, "freeze.lora=2")
+    model = build_model(config, CLASSES, pretrained=False)
+    train_low_rank(model, 2)
+    found, whole = trace(config, CLASSES, SIZE, device="cpu"), trace(tiny(*settings), CLASSES, SIZE, device="cpu")
+    assert found.sizes.trainable == sum(each.nbytes for each in model.parameters() if each.requires_grad)
+    assert found.sizes.trainable < whole.sizes.trainable / 10
+    assert found.kept == kept_by_a_real_run(config)
+    assert found.kept < whole.kept
 
 
 def test_memory_by_hand() -> None:
