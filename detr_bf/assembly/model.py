@@ -62,6 +62,9 @@ def build_model(config: DetectionConfig, num_classes: int, *, pretrained: bool =
             finer=config.model.mask_head == "detr",
             reference=backbone.reference,
             vit=VitOptions(**vars(backbone.vit)),
+            channels=config.data.channels,
+            mean=config.data.mean or None,
+            std=config.data.std or None,
         )
     return build_detector(config, num_classes, body)
 

@@ -29,6 +29,7 @@ from torch.utils.flop_counter import flop_registry
 from torch.utils.hooks import RemovableHandle
 
 from detr_bf.assembly import build_classification, build_model
+from detr_bf.assembly.data import build_pixel_format
 from detr_bf.batchformer.mixers import BatchEncoderLayer
 from detr_bf.common.structures import Batch, Outputs, Target
 from detr_bf.config import DetectionConfig
@@ -116,7 +117,7 @@ def trace(
         recorder = Recorder(model, recompute=recompute, processes=processes if config.batch_former.gather else 1)
         with recorder, FusedAttention() if device == "cuda" else nullcontext():
             count = settings.train.batch_size
-            images = torch.zeros(count, 3, *size, dtype=torch.uint8)
+            images = torch.zeros(count, config.data.channels, *size, dtype=build_pixel_format(config.data).dtype)
             references = images.clone() if settings.reads_references("train") else None
             batch = Batch(images, torch.zeros(count, *size, dtype=torch.bool), (objects,) * count, references)
             with autocast(device, HALF.get(settings.train.precision)):
