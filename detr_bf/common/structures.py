@@ -276,13 +276,14 @@ class Batch:
 
     def fits(self, num_classes: int) -> bool:
         """Return True if the tensors have their documented shapes and types, and labels are below ``num_classes``."""
-        rows, _, height, width = self.images.shape
+        rows, channels, height, width = self.images.shape
+        kind = torch.float32 if self.images.is_floating_point() else torch.uint8
         return (
-            is_dense(self.images, (rows, 3, height, width), torch.uint8)
+            is_dense(self.images, (rows, channels, height, width), kind)
             and is_dense(self.padding_mask, (rows, height, width), torch.bool)
             and len(self.targets) == rows
             and all(target.fits((height, width), num_classes) for target in self.targets)
-            and (self.references is None or is_dense(self.references, (rows, 3, height, width), torch.uint8))
+            and (self.references is None or is_dense(self.references, (rows, channels, height, width), kind))
             and (self.has_reference is None or is_dense(self.has_reference, (rows,), torch.bool))
         )
 

@@ -45,7 +45,7 @@ from detr_bf.data.batches import SampleKey, read_or_replace
 from detr_bf.data.column_cache import read_columns
 from detr_bf.data.columns import Entries, distinct, integers, values_of
 from detr_bf.data.image_headers import boxes_as_stored
-from detr_bf.data.images import MAX_PIXELS, RGB, PixelFormat, check_folder, read_image
+from detr_bf.data.images import MAX_PIXELS, RGB, PixelFormat, check_folder, pixel_values, read_image
 from detr_bf.data.masks import MapFile, Segmentations, SegmentMasks, flat_annotations, parts_of
 from detr_bf.data.references import Pair, References
 from detr_bf.data.transforms import Sample, SampleTransform, has_area, has_pixels
@@ -354,7 +354,7 @@ class CocoDetection(Dataset[LoadedSample]):
     def _read(self, index: int, masked: bool, seed: int) -> Pair:
         path, size, form = self.folder / self.file_names[index], self.sizes[index], self.pixel_format
         read = partial(read_image, max_pixels=self.max_pixels, pixel_format=form, as_stored=self.as_stored)
-        pixels = read(path, size)
+        pixels = pixel_values(read(path, size))
         sample = Sample(Image(pixels), *self._objects(index, (pixels.shape[-2], pixels.shape[-1]), masked))
         file = None if self.references is None else self.references.file_of(index, seed)
         if self.references is None or file is None:
@@ -362,7 +362,7 @@ class CocoDetection(Dataset[LoadedSample]):
         # an own reference is rotated by its EXIF tag where its image would be
         size = self.sizes[index] if self.references.choice == "own" else None
         with prefix_errors(f"the reference of {printable(self.file_names[index])}, of the same size"):
-            reference = read(file, size)
+            reference = pixel_values(read(file, size))
         fitted = self.references.fitted(reference, pixels, seed, printable(file.name))
         return Pair(sample, sample._replace(image=Image(fitted)))
 

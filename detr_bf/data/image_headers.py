@@ -84,10 +84,11 @@ def header_size(path: Path) -> tuple[int, int] | None:
 
 def _header_sizes(file: BinaryIO) -> ImageSizes | None:
     """Return the sizes of an image, also of a TIFF file with samples that Pillow does not read."""
-    if (image := identified(file)) is not None:
-        return image_sizes(image)
-    tags = tiff_tags(file)
-    return None if tags is None else oriented((tags[_HEIGHT], tags[_WIDTH]), tags.get(ORIENTATION))
+    tags = tiff_tags(file)  # before Pillow, which logs an error for more samples than it reads
+    if tags is not None:
+        return oriented((tags[_HEIGHT], tags[_WIDTH]), tags.get(ORIENTATION))
+    image = identified(file)
+    return None if image is None else image_sizes(image)
 
 
 def _of_header(path: Path, read: Callable[[BinaryIO], _Found | None]) -> _Found | None:
@@ -116,11 +117,12 @@ def stored_format(folder: Path, names: Sequence[str]) -> tuple[int, int] | None:
     None: one is read as RGB of 8 bits as before, or they differ. Only TIFF files with several pages, or with samples
     that are neither grey nor RGB with or without transparency, are not.
     """
-    found = {_of_header(folder / name, _tiff_format) for name in spaced(names)}
+    found = {_of_header(folder / name, tiff_format) for name in spaced(names)}
     return found.pop() if len(found) == 1 else None
 
 
-def _tiff_format(file: BinaryIO) -> tuple[int, int] | None:
+def tiff_format(file: BinaryIO) -> tuple[int, int] | None:
+    """Return the channels and bits of one TIFF file, see :func:`stored_format`; any exception: it is broken."""
     tags = tiff_tags(file)
     if tags is None:
         return None

@@ -41,6 +41,7 @@ from detr_bf.data.image_headers import (
     is_grey_16,
     oriented,
     page_numbers,
+    tiff_format,
     tiff_tags,
 )
 
@@ -69,8 +70,7 @@ class PixelFormat:
 
     Args:
         channels: 1: grey.
-        depth: bits of a channel: 8, as uint8; or 16, as float32 from 0 to 255 (value / 257), because torch resizes no
-            16-bit integers, and nothing after the reader has to know the depth. All 65,536 values stay different.
+        depth: bits of a channel, 8 or 16.
         grey_bits: of 16-bit grey images scaled to 8 bits, see :func:`read_image`.
     """
 
@@ -85,8 +85,8 @@ class PixelFormat:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type of the pixels."""
-        return torch.uint8 if self.depth == 8 else torch.float32
+        """Type of the pixels as they are read."""
+        return torch.uint8 if self.depth == 8 else torch.uint16
 
     def pixels(self, samples: NDArray[Any]) -> Tensor:
         """Return samples (H, W, C) uint8 or uint16 as pixels (C, H, W).
@@ -101,8 +101,7 @@ class PixelFormat:
             samples = scale_to_8_bits(samples, self.grey_bits)
         elif bits != self.depth:
             raise ValueError(f"it has {bits} bits a channel, expected {self.depth} (data.depth)")
-        values = np.ascontiguousarray(np.moveaxis(samples, 2, 0))
-        return torch.from_numpy(values if self.depth == 8 else values.astype(np.float32) / np.float32(257))
+        return torch.from_numpy(np.ascontiguousarray(np.moveaxis(samples, 2, 0)))
 
     def blank(self, height: int, width: int) -> Tensor:
         """Return black pixels (C, H, W)."""
@@ -119,7 +118,7 @@ class PixelFormat:
     def random_pixels(self, *shape: int, generator: torch.Generator | None = None) -> Tensor:
         """Return random pixels (..., C, H, W); ``shape`` is without channels."""
         whole = (*shape[:-2], self.channels, *shape[-2:])
-        return torch.randint(256, whole, generator=generator, dtype=torch.uint8).to(self.dtype)
+        return torch.randint(2**self.depth, whole, generator=generator, dtype=self.dtype)
 
 
 RGB = PixelFormat()
@@ -127,6 +126,15 @@ RGB = PixelFormat()
 
 class MissingPackageError(InputError):
     """A package that reads these files is not installed."""
+
+
+def pixel_values(pixels: Tensor) -> Tensor:
+    """Return pixels in the type in which they are transformed: uint8 as it is, uint16 as float32 (value / 257).
+
+    torch resizes no 16-bit integers. Both types have values from 0 to 255, so that nothing behind needs to know the
+    depth, and all 65,536 values of 16 bits stay different.
+    """
+    return pixels.float() / 257 if pixels.dtype == torch.uint16 else pixels
 
 
 def read_image(
@@ -139,7 +147,7 @@ def read_image(
 ) -> Tensor:
     """Return the pixels of a file as (3, h, w) uint8 RGB, rotated by its EXIF tag; the first frame of an animation.
 
-    In another ``pixel_format`` they are (C, h, w) in its type, and what follows is only true of one channel.
+    In another ``pixel_format`` they are (C, h, w) uint8 or uint16, and what follows is only true of one channel.
 
     Grey, palette, CMYK and 16-bit images become 8-bit RGB; transparency is dropped. ``annotated`` is the (height,
     width) in the annotation file: if it is the size before rotation, the image is not rotated, because the boxes refer
@@ -199,12 +207,12 @@ def decode_image(data: bytes, max_pixels: int = MAX_PIXELS, *, pixel_format: Pix
 
 
 def displayed(pixels: Tensor) -> Tensor:
-    """Return pixels (C, H, W) of any format as a picture (3, H, W) uint8.
+    """Return pixels (C, H, W) of any format, or their values, as a picture (3, H, W) uint8.
 
     It shows the first three channels, or the first one as grey. Those of 16 bits are stretched from the 1st to the 99th
     percentile of the image.
     """
-    shown = pixels[:3] if len(pixels) >= 3 else pixels[:1].expand(3, -1, -1)
+    shown = pixel_values(pixels[:3] if len(pixels) >= 3 else pixels[:1].expand(3, -1, -1))
     if shown.dtype == torch.uint8:
         return shown
     values = shown.numpy().ravel()
@@ -218,6 +226,7 @@ class CheckedImage(NamedTuple):
     sizes: ImageSizes
     depth: int | None  # bits in use of a 16-bit grey image that is scaled to 8, 0 for colour; None: not scaled
     phash: str  # perceptual hash when rotated
+    stored: tuple[int, int] | None  # channels and bits of a TIFF file that is read as RGB of 8 bits
     moments: tuple[tuple[float, float], ...]  # mean and mean square of each channel, 1 is full brightness; () for RGB
 
 
@@ -233,14 +242,14 @@ def check_image(data: bytes, max_pixels: int = MAX_PIXELS, pixel_format: PixelFo
         depth = None if not is_deep(image, data) else _depth(np.asarray(image)) if is_grey_16(image) else 0
         turn = TRANSPOSITIONS.get(image.getexif().get(ORIENTATION, 1))
         phash = perceptual_hash(pixels if turn is None else pixels.transpose(turn))
-        return CheckedImage(image_sizes(image), depth, phash, ())
+        return CheckedImage(image_sizes(image), depth, phash, tiff_format(io.BytesIO(data)), ())
     samples, sizes = _stored_samples(data, max_pixels)
     found = pixel_format.pixels(_turned(samples, sizes.orientation))
     depth = _depth(samples) if 8 * samples.dtype.itemsize > pixel_format.depth else None
     phash = perceptual_hash(Image.fromarray(displayed(found).permute(1, 2, 0).contiguous().numpy()))
-    channels = found.double().flatten(1) / 255
+    channels = pixel_values(found).double().flatten(1) / 255
     moments = zip(channels.mean(1).tolist(), channels.square().mean(1).tolist(), strict=True)
-    return CheckedImage(sizes, depth, phash, tuple(moments))
+    return CheckedImage(sizes, depth, phash, None, tuple(moments))
 
 
 def image_bytes(path: Path, max_pixels: int = MAX_PIXELS) -> bytes:

@@ -21,6 +21,7 @@ from torchvision.tv_tensors import BoundingBoxes, BoundingBoxFormat, Image, Mask
 
 from detr_bf.common.extensions import Registry, UserFile, extended
 from detr_bf.common.structures import Batch, Target, padding_mask
+from detr_bf.data.images import pixel_values
 
 
 class Sample(NamedTuple):
@@ -111,7 +112,7 @@ def eval_sample(transform: SampleTransform, pixels: Tensor, index: int) -> tuple
     """Return a transformed image (C, h, w) and its target, for ``pixels`` (C, H, W) without annotations."""
     original_size = (pixels.shape[-2], pixels.shape[-1])
     no_boxes = BoundingBoxes(torch.empty(0, 4), format=BoundingBoxFormat.XYXY, canvas_size=original_size)
-    resized, _, labels, _ = transform(Sample(Image(pixels), no_boxes, torch.empty(0, dtype=torch.int64)))
+    resized, _, labels, _ = transform(Sample(Image(pixel_values(pixels)), no_boxes, torch.empty(0, dtype=torch.int64)))
     size = (resized.shape[-2], resized.shape[-1])
     return resized.as_subclass(Tensor), Target(index, torch.empty(0, 4), labels, size, original_size)
 

@@ -31,7 +31,7 @@ from detr_bf.batchformer import InsertedBatchFormer
 from detr_bf.common.errors import InputError
 from detr_bf.common.structures import Batch, ClassMap
 from detr_bf.common.text import printable
-from detr_bf.data.images import RGB, PixelFormat
+from detr_bf.data.images import RGB, PixelFormat, pixel_values
 from detr_bf.data.transforms import RandomResize, Sample, SampleTransform, rounded_side
 from detr_bf.detectors import Detector
 from detr_bf.evaluation import DEFAULT_THRESHOLD, ScoreThresholds
@@ -282,7 +282,7 @@ def traced(
         )
     height, width = form.size or (short_side, short_side * 5 // 4)
     count = form.batch or 2
-    images = pixel_format.blank(height, width).to(device).repeat(count, 1, 1, 1)
+    images = pixel_values(pixel_format.blank(height, width)).to(device).repeat(count, 1, 1, 1)
     sizes = torch.tensor([[height, width]] * count, device=device) if padded else None
     arguments = (images, sizes, images.clone()) if references else (images, sizes) if padded else (images,)
     dynamic = torch.export.Dim.DYNAMIC

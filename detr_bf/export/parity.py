@@ -19,7 +19,7 @@ from torchvision.transforms.v2 import functional as transforms
 from detr_bf.common.errors import CommandError, InputError
 from detr_bf.common.structures import Batch, Target
 from detr_bf.common.text import printable
-from detr_bf.data.images import RGB, PixelFormat
+from detr_bf.data.images import RGB, PixelFormat, pixel_values
 from detr_bf.data.references import other_size
 from detr_bf.data.transforms import SampleTransform, eval_sample
 from detr_bf.export.graph import ONNX_SUFFIX, OPENVINO_SUFFIX, ExportGraph, ExportSignature, imported
@@ -117,7 +117,8 @@ def synthetic_images(count: int = COMPARED_BATCH, pixel_format: PixelFormat = RG
     generator = torch.Generator().manual_seed(0)
     sizes = [(480, 640), (640, 480), (375, 500)]
     patches = (pixel_format.random_pixels(12, 16, generator=generator) for _ in range(count))
-    return [transforms.resize(patch, list(size)) for patch, size in zip(patches, cycle(sizes), strict=False)]
+    images = [transforms.resize(pixel_values(patch), list(size)) for patch, size in zip(patches, cycle(sizes))]
+    return images if pixel_format.depth == 8 else [(image * 257).round().to(torch.uint16) for image in images]
 
 
 def compare_outputs(

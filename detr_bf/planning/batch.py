@@ -22,7 +22,7 @@ from detr_bf.common.structures import Batch, Target
 from detr_bf.common.text import counted
 from detr_bf.config import DetectionConfig
 from detr_bf.data.coco import CocoDetection
-from detr_bf.data.images import RGB, PixelFormat
+from detr_bf.data.images import RGB, PixelFormat, pixel_values
 from detr_bf.data.transforms import resized_size
 from detr_bf.detectors import Detector
 from detr_bf.engine import TrainingStep
@@ -153,7 +153,7 @@ def worst_batch(
         )
         for index in range(count)
     )
-    images = pixel_format.random_pixels(count, *size)
+    images = pixel_values(pixel_format.random_pixels(count, *size))
     padding_mask = torch.zeros(count, *size, dtype=torch.bool)
     return Batch(images, padding_mask, targets, images.flip(0) if references else None)
 

@@ -33,6 +33,7 @@ from detr_bf.assembly.data import build_pixel_format
 from detr_bf.batchformer.mixers import BatchEncoderLayer
 from detr_bf.common.structures import Batch, Outputs, Target
 from detr_bf.config import DetectionConfig
+from detr_bf.data.images import pixel_values
 from detr_bf.detectors import Detector
 from detr_bf.ops import library
 from detr_bf.transformer import Encoder
@@ -117,7 +118,7 @@ def trace(
         recorder = Recorder(model, recompute=recompute, processes=processes if config.batch_former.gather else 1)
         with recorder, FusedAttention() if device == "cuda" else nullcontext():
             count = settings.train.batch_size
-            images = torch.zeros(count, config.data.channels, *size, dtype=build_pixel_format(config.data).dtype)
+            images = pixel_values(build_pixel_format(config.data).blank(*size)).repeat(count, 1, 1, 1)
             references = images.clone() if settings.reads_references("train") else None
             batch = Batch(images, torch.zeros(count, *size, dtype=torch.bool), (objects,) * count, references)
             with autocast(device, HALF.get(settings.train.precision)):

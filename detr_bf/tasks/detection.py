@@ -37,6 +37,7 @@ from detr_bf.assembly.model import (
     build_model,
     build_panoptic_postprocess,
     build_postprocess,
+    fit_channels,
     num_detections,
 )
 from detr_bf.assembly.training import (
@@ -61,6 +62,7 @@ from detr_bf.data.checks.report import Split
 from detr_bf.data.checks.statistics import describe_splits
 from detr_bf.data.coco import CocoDetection, Source, check_annotations, read_annotations
 from detr_bf.data.columns import values_of
+from detr_bf.data.images import pixel_values
 from detr_bf.data.references import own_files
 from detr_bf.data.transforms import mixup
 from detr_bf.detectors import Detector
@@ -191,7 +193,9 @@ class DetectionTask(Task[DetectionConfig]):
         """Load ``init_from``, except for the mask head if the detector is frozen."""
         config, frozen = self.config, self.config.freeze.detector
         if config.init_from:
-            weights = self.fit_classes(model, read_initial_weights(Path(config.init_from)), classes, frozen=frozen)
+            weights = read_initial_weights(Path(config.init_from))
+            weights = fit_channels(model, weights, config.data.channels, config.init_from)
+            weights = self.fit_classes(model, weights, classes, frozen=frozen)
             logger.info(load_fitting(model, weights, config.init_from, "mask_head" if frozen else None))
 
     def adopt_settings(self, checkpoint: Checkpoint) -> None:
@@ -251,6 +255,12 @@ class DetectionTask(Task[DetectionConfig]):
             weights, classes = _weights_and_classes(self.config, source)
         else:
             weights, classes = checkpoint.weights, checkpoint.classes
+        data = self.config.data
+        if not (data.is_rgb or data.mean):
+            raise InputError(
+                f"neither {source} nor the config says the data.mean and data.std of data.channels={data.channels} and "
+                f"data.depth={data.depth}, with which the detector was trained: give both"
+            )
         unused = training_only(self.config)
         plain = copy.deepcopy(self.config)
         plain.plugins.relative_localization.enabled = False
@@ -336,7 +346,7 @@ def random_batch(config: DetectionConfig) -> Batch:
     cells = math.ceil(math.sqrt(config.model.num_queries))
     side = 32 * math.ceil(max(RANDOM_SIDE, min(config.model.all_strides) * cells) / 32)
     generator = torch.Generator().manual_seed(0)
-    images = build_pixel_format(config.data).random_pixels(2, side, side + 32, generator=generator)
+    images = pixel_values(build_pixel_format(config.data).random_pixels(2, side, side + 32, generator=generator))
     padding_mask = torch.zeros(2, side, side + 32, dtype=torch.bool)
     padding_mask[1, side - 40 :] = True
     padding_mask[1, :, side - 72 :] = True

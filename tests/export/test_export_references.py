@@ -25,8 +25,8 @@ from detr_bf.backbones.backbone import Backbone, Network
 from detr_bf.commands.benchmark import _call as call_of_benchmark
 from detr_bf.common.errors import InputError
 from detr_bf.common.structures import Batch, Outputs
-from detr_bf.data.transforms import eval_sample
 from detr_bf.data.images import PixelFormat
+from detr_bf.data.transforms import eval_sample
 from detr_bf.export import Exported, ExportSignature, ParityError, parity_table, synthetic_images
 from detr_bf.export.runtime import FileDetector
 from detr_bf.inference.predictor import Predictor

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from detr_bf.common.progress import progress_bar
 from detr_bf.data.checks.files import ImageRecord, check_files
-from detr_bf.data.images import RGB, PixelFormat, read_image
+from detr_bf.data.images import RGB, PixelFormat, pixel_values, read_image
 
 LONGEST_SIDE = 640  # pixels; larger images are reduced by a whole number before they are compared
 LEAST_SHIFT = 2  # pixels of the image
@@ -62,7 +62,7 @@ class OwnReferences:
             (file, size), reference = pairs[index], self.files[index]
             assert reference is not None, "it can be read"
             read = partial(read_image, max_pixels=self.max_pixels, pixel_format=pixel_format, as_stored=as_stored)
-            return alignment(read(file, size), read(reference, size))
+            return alignment(pixel_values(read(file, size)), pixel_values(read(reference, size)))
 
         with ThreadPool(max(1, self.workers)) as pool:
             found = pool.imap(compare, pairs)

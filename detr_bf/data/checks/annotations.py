@@ -150,10 +150,8 @@ def examine(
     ]
     splits = [_with_references(split, references or {}, *reading) for split in splits]
     splits[0] = replace(splits[0], joined=joined)
-    if pixel_format.grey_bits is None and pixel_format.depth == 8:
-        grey_bits = grey_bits_of(train.images, list(splits[0].files), lambda: splits[0].files)
-        pixel_format = replace(pixel_format, grey_bits=grey_bits)
-    splits = [replace(split, pixel_format=pixel_format) for split in splits]
+    bits = pixel_format.grey_bits or grey_bits_of(train.images, list(splits[0].files), lambda: splits[0].files)
+    splits = [replace(split, pixel_format=replace(pixel_format, grey_bits=bits)) for split in splits]
     splits[1:] = [replace(split, max_detections=max_detections) for split in splits[1:]]
     checks = [(split, check) for split in splits for check in (*CHECKS, *MASK_CHECKS, *REFERENCE_CHECKS)]
     findings = [finding for split, check in checks if (finding := check.on(split.name, split))]
@@ -285,6 +283,14 @@ def _images_of_16_bits(split: Split) -> Iterator[str]:
         if record and record.depth is not None:
             used = f"{record.depth} bits in use, scaled from {scaled}" if record.depth else "16-bit colour"
             yield f"{image_text(image)}: {used}"
+
+
+@CHECKS.add("warning", "image-channels", "read as RGB of 8 bits; with data.channels and data.depth as stored")
+def _images_of_other_channels(split: Split) -> Iterator[str]:
+    for image in split.content.images:
+        record = split.file(image)
+        if record and record.stored:
+            yield f"{image_text(image)}: {record.stored[0]} channels of {record.stored[1]} bits"
 
 
 @CHECKS.add("warning", "grey-bits-exceeded", "values beyond data.grey_bits become white")

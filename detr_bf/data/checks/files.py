@@ -73,6 +73,7 @@ class ImageRecord(FileRecord):
     sizes: ImageSizes | None = None  # None for a file that cannot be decoded
     depth: int | None = None  # bits in use of a 16-bit grey image, 0 for 16-bit colour
     phash: str = ""  # perceptual hash; empty for an image of almost one colour
+    stored: tuple[int, int] | None = None  # channels and bits of a TIFF file that is read as RGB of 8 bits
     moments: tuple[tuple[float, float], ...] = ()  # mean and mean square of each channel, see CheckedImage
 
     @staticmethod
@@ -92,7 +93,8 @@ class ImageRecord(FileRecord):
             [orientation] = _whole_numbers([sizes["orientation"]], 1)
             sizes = ImageSizes((stored[0], stored[1]), (rotated[0], rotated[1]), orientation)
         depth = None if depth is None else _whole_numbers([depth], 1)[0]
-        return {"sizes": sizes, "depth": depth, "phash": phash, "moments": moments}
+        channels = None if fields["stored"] is None else tuple(_whole_numbers(fields["stored"], 2))
+        return {"sizes": sizes, "depth": depth, "phash": phash, "stored": channels, "moments": moments}
 
     @property
     def pixels(self) -> int:

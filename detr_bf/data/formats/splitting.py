@@ -15,7 +15,7 @@ from detr_bf.data.checks.files import ImageRecord, check_files
 from detr_bf.data.coco import CocoAnnotations, Source, read_annotations
 from detr_bf.data.duplicates import near_groups
 from detr_bf.data.formats.folder import images_of
-from detr_bf.data.images import PixelFormat, check_folder
+from detr_bf.data.images import RGB, PixelFormat, check_folder
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ _NO_OBJECT = -1  # label of images without objects, which are spread over the pa
 
 @lru_cache(maxsize=2)  # a run asks for both sides several times
 def divided(
-    source: Source, shares: tuple[float, ...], seed: int, workers: int, max_pixels: int, pixel_format: PixelFormat
+    source: Source, shares: tuple[float, ...], seed: int, workers: int, max_pixels: int, pixel_format: PixelFormat = RGB
 ) -> tuple[CocoAnnotations, list[set[str]]]:
     """Return the content of the annotations, and the file names of each part; copies are in one part.
 
@@ -47,7 +47,7 @@ def divided(
 
 
 @lru_cache(maxsize=4)  # a run asks for each split several times
-def readable(source: Source, most: float, workers: int, max_pixels: int, pixel_format: PixelFormat) -> Source:
+def readable(source: Source, most: float, workers: int, max_pixels: int, pixel_format: PixelFormat = RGB) -> Source:
     """Return the source without the images that cannot be decoded, with a warning that names them.
 
     If they are more than the share ``most``, all images stay, for the data checks to report. Images that are too large,
