@@ -197,7 +197,7 @@ class DataConfig(LoadingConfig):
         for name, values in (("mean", self.mean), ("std", self.std)):
             if (self.mean or self.std) and len(values) != self.channels:
                 raise InputError(
-                    f"{prefix}{name} has {len(values)} values, expected one for each of {prefix}channels="
+                    f"{prefix}{name}={list(values)}: expected one value for each of {prefix}channels="
                     f"{self.channels}: give {prefix}mean and {prefix}std, or neither"
                 )
             if not all(0 <= value <= 1 for value in values) or (name == "std" and 0 in values):

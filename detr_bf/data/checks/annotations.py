@@ -141,9 +141,8 @@ def examine(
     Raises:
         InputError: a folder is missing, a file is not a COCO file, or no image has a reference.
     """
-    cache_dir = cache_dir or cache_folder("doctor")
+    reading = cache_dir or cache_folder("doctor"), workers, max_pixels, pixel_format
     named = {"train": train} | ({"val": val} if val else {})
-    reading = cache_dir, workers, max_pixels, pixel_format
     splits = [
         _open(name, source, num_queries, masks or (train_masks and name == "train"), *reading)
         for name, source in named.items()
