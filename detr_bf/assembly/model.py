@@ -130,7 +130,7 @@ def fit_channels(model: nn.Module, weights: dict[str, Tensor], channels: int, so
     name = next((name for name, each in model.named_parameters() if first and each is first.weight), "")
     if channels == 3 or name not in weights or weights[name].ndim != 4 or weights[name].shape[1] != 3:
         return weights
-    logger.info("init_from %s: %s is widened from RGB to %d channels", source, name, channels)
+    logger.info("init_from %s: %s is converted from RGB to data.channels=%d", source, name, channels)
     return {**weights, name: widened(weights[name], channels)}
 
 

@@ -27,7 +27,7 @@ IMAGE_FORMATS = (
 )  # JPEG is MPO too; AVIF where Pillow was built with it
 MOST_CHANNELS = 256
 _SAMPLE = 500  # files of a data set whose headers say what may occur
-_TIFF_STARTS = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")  # the last two: BigTIFF
+_TIFF_STARTS = (b"II*\0", b"MM\0*", b"II+\0")  # the last one: BigTIFF; Pillow reads no big-endian ones
 _SUBFILE, _WIDTH, _HEIGHT, BITS_PER_SAMPLE, _PHOTOMETRIC = 254, 256, 257, 258, 262  # TIFF tags
 SAMPLES_PER_PIXEL, _EXTRA_SAMPLES = 277, 338  # TIFF tags
 _REDUCED_OR_MASK = 5  # bits of the tag
@@ -204,7 +204,7 @@ def tiff_tags(file: BinaryIO) -> ImageFileDirectory_v2 | None:
     start = file.read(16)
     if not start.startswith(_TIFF_STARTS):
         return None
-    tags = ImageFileDirectory_v2(start if start[2] == 43 or start[3] == 43 else start[:8])
+    tags = ImageFileDirectory_v2(start if start[2] == 43 else start[:8])
     file.seek(tags.next)
     tags.load(file)
     return tags

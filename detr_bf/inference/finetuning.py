@@ -314,7 +314,7 @@ def stored_channels(config: DetectionConfig, names: Collection[str]) -> list[str
         return []
     folder, content = _given_images(config)
     found = stored_format(folder, [image["file_name"] for image in content.images])
-    if found is None:
+    if found is None or found == (3, 8):
         return []
     chosen = [f"data.channels={found[0]}", f"data.depth={found[1]}"]
     if config.model.backbone.frozen_stages and "model.backbone.frozen_stages" not in names:

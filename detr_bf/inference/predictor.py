@@ -24,7 +24,7 @@ from detr_bf.common.text import printable
 from detr_bf.config import DetectionConfig
 from detr_bf.data.batches import SameSizeBatches
 from detr_bf.data.coco import CocoAnnotations, CocoDetection, read_annotations
-from detr_bf.data.images import MAX_PIXELS, RGB, PixelFormat
+from detr_bf.data.images import MAX_PIXELS, RGB, PixelFormat, displayed
 from detr_bf.data.inputs import ImageLike, by_size, check_batch_size, chunks, image_files, image_pixels, is_url
 from detr_bf.data.loader import make_loader
 from detr_bf.data.references import own_references
@@ -538,7 +538,7 @@ class Predictor:
         source = str(given) if isinstance(given, (str, os.PathLike)) else ""
         return {
             "class_map": self.class_map,
-            "given": Path(source) if source and not is_url(source) else pixels,
+            "given": Path(source) if source and not is_url(source) else displayed(pixels),
             "source": source,
             "size": (pixels.shape[-2], pixels.shape[-1]),
             **self._limits,

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from detr_bf.common.files import cache_folder
-from detr_bf.common.text import counted, printable
+from detr_bf.common.text import counted, listed, printable
 from detr_bf.data.annotation_values import (
     BOX_ROUNDING,
     annotated_size,
@@ -213,7 +213,7 @@ def _summary(split: Split) -> str:
     if not mean:
         return summary
     channels = (f"{number}: {m:.4g} +- {s:.4g}" for number, (m, s) in enumerate(zip(mean, std, strict=True), 1))
-    return f"{summary}; mean and standard deviation of the channels: {', '.join(channels)}"
+    return f"{summary}; mean and standard deviation of the channels: {listed(channels, 16)}"
 
 
 @CHECKS.add("error", "file-missing", "the image file does not exist")
@@ -284,7 +284,7 @@ def _images_of_16_bits(split: Split) -> Iterator[str]:
             yield f"{image_text(image)}: {used}"
 
 
-@CHECKS.add("warning", "image-channels", "read as RGB of 8 bits; with data.channels and data.depth as stored")
+@CHECKS.add("warning", "image-channels", "read as RGB of 8 bits, of several pages the first; see data.channels")
 def _images_of_other_channels(split: Split) -> Iterator[str]:
     for image in split.content.images:
         record = split.file(image)
