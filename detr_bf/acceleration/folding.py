@@ -86,8 +86,8 @@ def pairs(model: nn.Module, network: nn.Module | None) -> dict[nn.Module, nn.Mod
 
     Args:
         model: in each ``nn.Sequential`` of it, a batch norm after a convolution is found.
-        network: part that accepts (B, 3, H, W) images, or (B, 6, H, W) with their references; its norms are found with
-            a small image.
+        network: part that accepts images with the channels of its first convolution; its norms are found with a small
+            image.
     """
     found = dict(() if network is None else _pairs_of_trial(network))
     for module in model.modules():
@@ -162,7 +162,7 @@ def _pairs_of_trial(network: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]
             hooks += [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]
     parameter = next(network.parameters())
     first = next((module for module in modes if isinstance(module, nn.Conv2d)), None)
-    channels = 6 if first is not None and first.in_channels == 6 else 3  # an image and its reference
+    channels = 3 if first is None else first.in_channels
     try:
         for side in TRIAL_SIDES:
             for collected in (outputs, inputs, readers.read):

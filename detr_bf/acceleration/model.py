@@ -29,7 +29,7 @@ def accelerate(model: M, network: nn.Module | None = None) -> M:
 
     Args:
         model: is changed in-place. Its norms must not be replaced afterwards: the convolution would apply the former.
-        network: part that accepts (B, 3, H, W) images; its norms are found with a small image. Other norms are found
+        network: part that accepts (B, C, H, W) images; its norms are found with a small image. Other norms are found
             in ``nn.Sequential``.
     """
     if not ON:

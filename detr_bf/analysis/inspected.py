@@ -29,6 +29,7 @@ from detr_bf.common.structures import Batch, ClassMap, Target, TokenBatch
 from detr_bf.common.text import listed, printable
 from detr_bf.config import DetectionConfig, RunConfig
 from detr_bf.data.batches import SampleKey
+from detr_bf.data.images import displayed
 from detr_bf.engine import checkpoint_of, load_checkpoint
 from detr_bf.tasks import read_trained, task_of
 
@@ -142,7 +143,7 @@ class InspectedDetector(InspectedRun):
         if pixels is None:
             raise InputError(f"{image.name} has no reference to attend to: choose another image with --image")
         height, width = image.picture.shape[:2]
-        picture = pixels[0, :, :height, :width].permute(1, 2, 0).float().cpu() / 255
+        picture = displayed(pixels[0, :, :height, :width].cpu()).permute(1, 2, 0).float() / 255
         name = f"{image.name} (reference)"
         return replace(batch, images=(image, replace(image, name=name, picture=picture.numpy())))
 
@@ -158,7 +159,7 @@ class InspectedDetector(InspectedRun):
         for pixels, target in zip(batch.images, batch.targets, strict=True):
             height, width = target.size
             boxes = box_convert(target.boxes, "cxcywh", "xyxy") * torch.tensor([width, height, width, height])
-            picture = pixels[:, :height, :width].permute(1, 2, 0).float() / 255
+            picture = displayed(pixels[:, :height, :width]).permute(1, 2, 0).float() / 255
             images.append(ShownImage(target.file_name, picture.numpy(), target.original_size, boxes.numpy()))
         height, width = batch.images.shape[-2:]
         return ShownBatch(batch.to(self.device), tuple(images), (height, width))
@@ -170,7 +171,7 @@ class InspectedDetector(InspectedRun):
         """Return an image (3, H, W) uint8 as in its file, with its objects."""
         plain = build_val_data(self.settings, self.data.class_map, transform=lambda sample: sample, references=False)
         image, target, *_ = plain[SampleKey(0, index)]
-        return image, target
+        return displayed(image), target
 
 
 class InspectedClassifier(InspectedRun):

@@ -27,7 +27,7 @@ from detr_bf.data.batches import SampleKey
 from detr_bf.data.checks.learning import Training
 from detr_bf.data.coco import CocoAnnotations, CocoDetection, Source, read_annotations
 from detr_bf.data.columns import values_of
-from detr_bf.data.images import check_folder
+from detr_bf.data.images import PixelFormat, check_folder
 from detr_bf.data.inputs import real_path
 from detr_bf.data.loader import BatchLoader, make_loader
 from detr_bf.data.references import References, groups_of, own_references, warn_of_missing
@@ -52,12 +52,17 @@ def build_train_data(config: DetectionConfig) -> CocoDetection:
         panoptic=source.panoptic,
         replace_unreadable=config.data.max_unreadable > 0,
         max_pixels=config.data.max_pixels,
-        grey_bits=config.data.grey_bits,
+        pixel_format=build_pixel_format(config.data),
         augment=build_augmentation(config),
         sized=sized,
         references=build_references(config, "train", source.images, content),
         groups=groups_read(config, "train", content) if config.data.sampler == "group" else None,
     )
+
+
+def build_pixel_format(data: DataConfig) -> PixelFormat:
+    """Return the format in which images are read."""
+    return PixelFormat(data.channels, data.depth, data.grey_bits)
 
 
 def build_references(config: DetectionConfig, split: str, folder: Path, content: CocoAnnotations) -> References | None:
@@ -197,7 +202,7 @@ def build_val_data(
         masks=masks,
         panoptic=source.panoptic,
         max_pixels=config.data.max_pixels,
-        grey_bits=config.data.grey_bits,
+        pixel_format=build_pixel_format(config.data),
         references=build_references(config, "val", source.images, content) if references else None,
     )
 
@@ -221,7 +226,9 @@ def data_source(config: DetectionConfig, split: str) -> Source:
 
     source = _readable_source(data, "train")
     shares = (1 / data.folds,) * data.folds if data.folds else (1 - data.val_fraction, data.val_fraction)
-    content, parts = divided(source, shares, data.split_seed, max(1, data.workers), data.max_pixels)
+    content, parts = divided(
+        source, shares, data.split_seed, max(1, data.workers), data.max_pixels, build_pixel_format(data)
+    )
     held_out = parts[data.fold if data.folds else 1]
     chosen = held_out if split == "val" else set().union(*parts) - held_out
     skipped = source.skipped if split == "train" else ()
@@ -239,7 +246,7 @@ def _readable_source(data: DataConfig, split: str) -> Source:
         return source
     from detr_bf.data.formats import readable  # not needed without this setting
 
-    return readable(source, data.skip_unreadable, max(1, data.workers), data.max_pixels)
+    return readable(source, data.skip_unreadable, max(1, data.workers), data.max_pixels, build_pixel_format(data))
 
 
 def _given_source(data: DataConfig, split: str) -> Source:

@@ -12,11 +12,12 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from detr_bf.acceleration.model import accelerate
 from detr_bf.assembly.plugins import add_detector_plugins, encoder_of, named
 from detr_bf.backbones import Backbone, VitOptions, build_backbone
+from detr_bf.backbones.backbone import first_convolution, widened
 from detr_bf.batchformer import BATCH_MIXERS, BatchFormerV2, QueryBatchFormer
 from detr_bf.common.errors import InputError
 from detr_bf.common.extensions import extended
@@ -67,6 +68,9 @@ def build_model(config: DetectionConfig, num_classes: int, *, pretrained: bool =
             finer=config.model.mask_head == "detr",
             reference=backbone.reference,
             vit=VitOptions(**vars(backbone.vit)),
+            channels=config.data.channels,
+            mean=config.data.mean or None,
+            std=config.data.std or None,
         )
     return build_detector(config, num_classes, body)
 
@@ -147,6 +151,16 @@ def _check_num_classes(num_classes: object) -> None:
     if not isinstance(num_classes, Integral) or not 1 <= int(num_classes) <= MOST_CLASSES:
         shown = printable(repr(num_classes))
         raise InputError(f"num_classes must be a whole number from 1 to {MOST_CLASSES}, got {shown}")
+
+
+def fit_channels(model: nn.Module, weights: dict[str, Tensor], channels: int, source: str) -> dict[str, Tensor]:
+    """Return the weights of ``init_from``, with those of its first convolution widened from RGB, and log it."""
+    first = first_convolution(model)
+    name = next((name for name, each in model.named_parameters() if first and each is first.weight), "")
+    if channels == 3 or name not in weights or weights[name].ndim != 4 or weights[name].shape[1] != 3:
+        return weights
+    logger.info("init_from %s: %s is converted from RGB to data.channels=%d", source, name, channels)
+    return {**weights, name: widened(weights[name], channels)}
 
 
 def build_mask_head(config: DetectionConfig, channels: Sequence[int]) -> MaskHead | None:

@@ -18,12 +18,15 @@ from detr_bf.common import distributed
 from detr_bf.common.errors import InputError
 from detr_bf.common.files import cache_folder, check_weights, is_file
 from detr_bf.common.structures import ClassMap
-from detr_bf.common.text import counted, listed
+from detr_bf.common.text import counted, listed, printable
 from detr_bf.config import DetectionConfig, RunConfig, config_to_dict, flatten_settings
 from detr_bf.config.common import AUTO, LoadingConfig, resolved_number
+from detr_bf.config.data import DataConfig
 from detr_bf.data.batches import EpochBatches, derive_seed
-from detr_bf.data.checks.files import ImageRecord, check_files, grey_bits_of
+from detr_bf.data.checks.files import ImageRecord, channel_statistics, check_files, grey_bits_of
 from detr_bf.data.checks.learning import fitting_decay, slow_average
+from detr_bf.data.image_headers import spaced
+from detr_bf.data.images import PixelFormat
 from detr_bf.detectors import Detector
 from detr_bf.engine import (
     Checkpoint,
@@ -406,6 +409,32 @@ def initial_classes(path: str) -> ClassMap | None:
     if found.name == SHARED_WEIGHTS and is_shared(found.parent):
         return load_shared(found.parent).classes
     return stored_classes(checkpoint_of(found))
+
+
+def adopt_pixels(data: DataConfig, stored: DataConfig) -> None:
+    """Take ``grey_bits``, ``mean`` and ``std`` from the data settings of a run if they are not given (in-place)."""
+    if data.grey_bits is None:
+        data.grey_bits = stored.grey_bits
+    if not data.mean and data.channels == stored.channels:
+        data.mean, data.std = list(stored.mean), list(stored.std)
+
+
+def choose_normalization(data: DataConfig, folder: Path, names: Sequence[str]) -> None:
+    """Set ``mean`` and ``std`` to those of up to 500 training images, evenly spaced, if not given (in-place).
+
+    RGB images of 8 bits keep those of the backbone.
+    """
+    if data.is_rgb or data.mean:
+        return
+    pixel_format = PixelFormat(data.channels, data.depth, data.grey_bits)
+    reading = cache_folder("doctor"), max(1, data.workers), data.max_pixels, pixel_format
+    data.mean, data.std = channel_statistics(check_files(ImageRecord, folder, spaced(names), *reading).values())
+    if not data.mean:
+        raise InputError(
+            f"no image of {printable(folder)} has data.channels={data.channels} of data.depth={data.depth} bits, whose "
+            "mean and standard deviation the detector needs: detr-bf check names the images and what they have"
+        )
+    logger.info("channels are normalised by data.mean=%s and data.std=%s of the images", data.mean, data.std)
 
 
 def choose_grey_bits(data: LoadingConfig, *folders: tuple[Path, Sequence[str]]) -> None:

@@ -32,6 +32,9 @@ def build_backbone(
     drop_path: float = 0.0,
     reference: str = "none",
     vit: VitOptions = DEFAULT_VIT,
+    channels: int = 3,
+    mean: Sequence[float] | None = None,
+    std: Sequence[float] | None = None,
 ) -> Backbone:
     """Build a backbone and load its weights.
 
@@ -54,6 +57,7 @@ def build_backbone(
             1603.09382); it rises linearly from 0 at the first block.
         reference: see :class:`~detr_bf.backbones.backbone.Backbone`.
         vit: settings of a plain vision transformer.
+        channels, mean, std: see :class:`~detr_bf.backbones.backbone.Backbone`.
 
     Raises:
         InputError: an unknown name, stride, stage or file, ``drop_path`` for a network without stochastic depth,
@@ -70,7 +74,7 @@ def build_backbone(
             if isinstance(module, FrozenBatchNorm2d):
                 module.register_forward_hook(_in_precision_of_input)
     freeze_stages(network, frozen_stages)
-    return Backbone(network, reference)
+    return Backbone(network, reference, channels, mean, std)
 
 
 def _in_precision_of_input(module: nn.Module, arguments: tuple[Tensor, ...], output: Tensor) -> Tensor:

@@ -36,13 +36,13 @@ def normalize(images: Tensor, padding_mask: Tensor, mean: Tensor, std: Tensor) -
     """Standardise each channel, then set padding to 0, as DETR's transforms do.
 
     Args:
-        images: (B, 3, H, W), uint8 or float, 0 to 255.
+        images: (B, C, H, W), uint8 or float, 0 to 255; C is 3 except with other channels.
         padding_mask: (B, H, W) bool, True = padding.
-        mean: (3, 1, 1) float, in units of 0 to 255; its dtype is the result's.
-        std: (3, 1, 1) float, likewise.
+        mean: (C, 1, 1) float, in units of 0 to 255; its dtype is the result's.
+        std: (C, 1, 1) float, likewise.
 
     Returns:
-        (B, 3, H, W) float.
+        (B, C, H, W) float.
     """
     pixels = images.to(mean.dtype, copy=True)  # changed in place: new memory for each result takes most of the time
     return pixels.sub_(mean).div_(std).masked_fill_(padding_mask[:, None], 0.0)
@@ -163,32 +163,49 @@ class Backbone(nn.Module):
         reference: what the network sees of a reference image: ``none`` of it; ``stack``, the image and the reference as
             six channels, for which the first convolution gets weights of zero; or ``difference``, the image minus the
             reference instead of the image.
+        channels: C of the images; for other numbers than 3 see :func:`set_channels`.
+        mean: of each channel, in fractions of full brightness; None: those of the network, with other channels than 3
+            their average.
+        std: standard deviations, likewise.
 
     Raises:
-        InputError: ``stack`` with a network whose first convolution does not have three channels or is frozen.
+        InputError: other channels than 3, or ``stack``, with a network whose first convolution does not have three
+            channels or is frozen.
     """
 
     mean: Tensor
     std: Tensor
 
-    def __init__(self, network: Network, reference: str = "none") -> None:
+    def __init__(
+        self,
+        network: Network,
+        reference: str = "none",
+        channels: int = 3,
+        mean: Sequence[float] | None = None,
+        std: Sequence[float] | None = None,
+    ) -> None:
         super().__init__()
         self.body = network.body
         self.reads_padding = network.reads_padding
         self.reference = reference
+        if channels != 3:
+            set_channels(self.body, channels)
         if reference == "stack":
-            widen_first_convolution(self.body)
+            add_reference_channels(self.body)
         self.channels = network.channels
         self.strides = network.strides
         self.stages = network.stages
         self.blocks, self.block_dim = network.blocks, network.block_dim
         self.batch_former: BatchFormerV2 | None = None
-        # Not persistent: the network determines them, and published checkpoints do not contain them.
-        self.register_buffer("mean", 255.0 * torch.tensor(network.mean).view(3, 1, 1), persistent=False)
-        self.register_buffer("std", 255.0 * torch.tensor(network.std).view(3, 1, 1), persistent=False)
+        # Not persistent: the settings determine them, and published checkpoints do not contain them.
+        for name, given, own in (("mean", mean, network.mean), ("std", std, network.std)):
+            values = torch.tensor(own if given is None else given)
+            if len(values) != channels:
+                values = values.mean().expand(channels)
+            self.register_buffer(name, 255.0 * values.view(channels, 1, 1), persistent=False)
 
     def forward(self, images: Tensor, padding_mask: Tensor, references: Tensor | None = None) -> tuple[FeatureMap, ...]:
-        """Return the feature maps of (B, 3, H, W) images, uint8 or float in 0 to 255, with a (B, H, W) bool mask.
+        """Return the feature maps of (B, C, H, W) images, uint8 or float in 0 to 255, with a (B, H, W) bool mask.
 
         They have R rows, more than B if ``batch_former`` forks the batch.
         ``references`` are images of the same sizes, needed if ``reference`` is not ``none``.
@@ -218,20 +235,53 @@ class Backbone(nn.Module):
         return levels
 
 
-def widen_first_convolution(body: nn.Module) -> None:
-    """Give the first convolution of a network three more input channels, with weights of zero (in-place).
+def set_channels(body: nn.Module, channels: int) -> None:
+    """Give the first convolution of a network another number of input channels (in-place), see :func:`widened`.
 
     Raises:
         InputError: it does not have three channels, or is frozen.
     """
-    first = next((module for module in body.modules() if isinstance(module, nn.Conv2d)), None)
+    first = first_convolution(body)
     if first is None or first.in_channels != 3 or first.groups != 1:
-        raise InputError("reference=stack needs a network that begins with a convolution of three channels")
+        raise InputError(f"channels={channels} needs a network that begins with a convolution of three channels")
+    if not first.weight.requires_grad and channels != 1:
+        raise InputError(f"channels={channels}: the first convolution must learn the channels: set frozen_stages=0")
+    first.weight = nn.Parameter(widened(first.weight.detach(), channels), first.weight.requires_grad)
+    first.in_channels = channels
+
+
+def widened(weight: Tensor, channels: int) -> Tensor:
+    """Return the weights (D, 3, h, w) of a convolution of RGB for another number of channels, (D, C, h, w).
+
+    With more than three channels the first three keep the weights of red, green and blue; all others, and one or two
+    channels, get the mean of the three. The weights are then multiplied by 3 / C: their sum over the channels stays, so
+    that an image whose normalised channels are all equal has the same response as a grey one had before. (timm's
+    ``adapt_input_conv`` has the same factor, but repeats red, green and blue.)
+    """
+    kept = weight[:, : 3 if channels > 3 else 0]
+    others = weight.mean(1, keepdim=True).expand(-1, channels - kept.shape[1], -1, -1)
+    return torch.cat([kept, others], dim=1) * (3 / channels)
+
+
+def add_reference_channels(body: nn.Module) -> None:
+    """Give the first convolution of a network twice the input channels, the new ones with weights of zero (in-place).
+
+    Raises:
+        InputError: it is missing, or is frozen.
+    """
+    first = first_convolution(body)
+    if first is None or first.groups != 1:
+        raise InputError("reference=stack needs a network that begins with a convolution of all channels")
     if not first.weight.requires_grad:
         raise InputError("reference=stack: the first convolution must learn to see the reference: set frozen_stages=0")
     with torch.no_grad():
         first.weight = nn.Parameter(torch.cat([first.weight, torch.zeros_like(first.weight)], dim=1))
-    first.in_channels = 6
+    first.in_channels *= 2
+
+
+def first_convolution(body: nn.Module) -> nn.Conv2d | None:
+    """Return the first convolution of a network; None without any."""
+    return next((module for module in body.modules() if isinstance(module, nn.Conv2d)), None)
 
 
 class ResNetBody(nn.Module):

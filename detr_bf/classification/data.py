@@ -25,7 +25,7 @@ from detr_bf.common.errors import InputError
 from detr_bf.common.files import file_size
 from detr_bf.common.structures import ClassMap
 from detr_bf.data.batches import SampleKey, read_or_replace
-from detr_bf.data.images import MAX_PIXELS, read_image
+from detr_bf.data.images import MAX_PIXELS, PixelFormat, read_image
 
 _MAX_BYTES = 2**30  # of images kept in memory after resizing
 _ROUNDING = 1 + 1e-12  # larger than the rounding error of a power
@@ -63,7 +63,8 @@ class FileImages:
 
     def read(self, index: int) -> Tensor:
         """Return an image (C, h, w) uint8, C = 1 or 3; InputError if it cannot be read."""
-        return read_image(self.folder / self.names[index], max_pixels=self.max_pixels, grey_bits=self.grey_bits)
+        pixel_format = PixelFormat(grey_bits=self.grey_bits)
+        return read_image(self.folder / self.names[index], max_pixels=self.max_pixels, pixel_format=pixel_format)
 
     def subset(self, indices: Tensor) -> FileImages:
         return replace(self, names=[self.names[index] for index in indices.tolist()])

@@ -80,17 +80,18 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _images(options: argparse.Namespace, number: int) -> tuple[list[Tensor], str]:
-    """Return ``number`` images as (3, H, W) uint8 tensors, repeated if the folder has fewer, and their description.
+    """Return ``number`` images as (C, H, W) tensors, repeated if the folder has fewer, and their description.
 
     They are read as the first of the detectors reads images.
 
     Raises:
         InputError: the folder has no images, one cannot be read, or the detector cannot be loaded.
     """
+    first = _loaded(options.runs[0], "cpu")
     if options.images is None:
-        return synthetic_images(number), "synthetic images"
-    files, first = list(islice(image_files([options.images]), number)), _loaded(options.runs[0], "cpu")
-    read = [read_image(file, max_pixels=first.max_pixels, grey_bits=first.grey_bits) for file in files]
+        return synthetic_images(number, first.pixel_format), "synthetic images"
+    files = list(islice(image_files([options.images]), number))
+    read = [read_image(file, max_pixels=first.max_pixels, pixel_format=first.pixel_format) for file in files]
     return [read[index % len(read)] for index in range(number)], f"images of {printable(options.images)}"
 
 

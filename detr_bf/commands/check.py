@@ -66,11 +66,13 @@ def _checked(options: argparse.Namespace) -> tuple[Any, list[str], list[str]]:
         if files:
             raise InputError(f"{printable(folder)} is a run with settings of its own: give no config beside it")
         return saved_config(folder / CONFIG_FILE, overrides), [str(folder / CONFIG_FILE)], overrides
-    from detr_bf.inference.finetuning import folder_splits
+    from detr_bf.inference.finetuning import folder_splits, stored_channels
 
     configs = files or [packaged_configs()["finetune"]]
     overrides = [f"data.root={json.dumps(str(folder), ensure_ascii=False)}", *overrides]
     overrides += folder_splits(load_config(configs, overrides, task="detection"))
+    names = [each.partition("=")[0].strip() for each in overrides]
+    overrides += stored_channels(load_config(configs, overrides, task="detection"), names)
     named = [text for text in words if text not in folders and text not in overrides]
     return load_config(configs, overrides, task="detection"), named, overrides
 

@@ -160,7 +160,7 @@ def _images(
 
 def _read(predictor: Predictor, files: Sequence[Path], references: Sequence[Path]) -> tuple[list[Tensor], list[Tensor]]:
     """Return the pixels of images and of their references, if there are any."""
-    read = partial(image_pixels, max_pixels=predictor.max_pixels, grey_bits=predictor.grey_bits)
+    read = partial(image_pixels, max_pixels=predictor.max_pixels, pixel_format=predictor.pixel_format)
     pairs = read_pairs(files, references, read)
     return [image for image, _ in pairs], [other for _, other in pairs if other is not None]
 

@@ -254,7 +254,7 @@ class InputImages:
         reference: Path | None = None,
     ) -> None:
         self.files = files
-        self._read = partial(read_image, max_pixels=predictor.max_pixels, grey_bits=predictor.grey_bits)
+        self._read = partial(read_image, max_pixels=predictor.max_pixels, pixel_format=predictor.pixel_format)
         self._folders = folders
         self.references = NO_REFERENCES
         if isinstance(predictor, Predictor):

@@ -200,10 +200,10 @@ def resize_mask(padding_mask: Tensor, size: Sequence[int]) -> Tensor:
 class Batch:
     """Images padded at the right and at the bottom to one size, and the reference image of each, if there are any."""
 
-    images: Tensor  # (B, 3, H, W) uint8
+    images: Tensor  # (B, C, H, W) uint8, or float32 from 0 to 255; C is 3 except with other data.channels
     padding_mask: Tensor  # (B, H, W) bool, True = padding
     targets: tuple[Target, ...] = ()
-    references: Tensor | None = None  # (B, 3, H, W) uint8, each of the size of its image; None: no image has one
+    references: Tensor | None = None  # likewise, each of the size of its image; None: no image has one
     has_reference: Tensor | None = None  # (B,) bool; None: every image has one, or no references are read
 
     def __len__(self) -> int:
@@ -226,7 +226,7 @@ class Batch:
 
     @property
     def references_or_images(self) -> Tensor:
-        """References (B, 3, H, W); an image without one is its own."""
+        """References (B, C, H, W); an image without one is its own."""
         if self.references is None or self.has_reference is None:
             return self.images if self.references is None else self.references
         return torch.where(self.has_reference[:, None, None, None], self.references, self.images)
@@ -237,7 +237,7 @@ class Batch:
 
     @classmethod
     def collate(cls, samples: Sequence[tuple[Tensor, Target] | tuple[Tensor, Target, Tensor | None]]) -> Batch:
-        """Pad ``(3, h, w)`` uint8 images, with or without references, to the largest height and width among them."""
+        """Pad ``(C, h, w)`` images, with or without references, to the largest height and width among them."""
         if not samples:
             raise InputError("a batch needs at least one image, got none")
         images, targets = [sample[0] for sample in samples], tuple(sample[1] for sample in samples)
@@ -249,7 +249,7 @@ class Batch:
         if not any(present):
             read = any(len(sample) == 3 for sample in samples)
             return replace(batch, has_reference=torch.tensor(present)) if read else batch
-        stacked = _padded([torch.zeros(3, 0, 0) if each is None else each for each in references], height, width)
+        stacked = _padded([images[0][:, :0, :0] if each is None else each for each in references], height, width)
         return replace(batch, references=stacked, has_reference=None if all(present) else torch.tensor(present))
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
@@ -276,20 +276,21 @@ class Batch:
 
     def fits(self, num_classes: int) -> bool:
         """Return True if the tensors have their documented shapes and types, and labels are below ``num_classes``."""
-        rows, _, height, width = self.images.shape
+        rows, channels, height, width = self.images.shape
+        kind = torch.float32 if self.images.is_floating_point() else torch.uint8
         return (
-            is_dense(self.images, (rows, 3, height, width), torch.uint8)
+            is_dense(self.images, (rows, channels, height, width), kind)
             and is_dense(self.padding_mask, (rows, height, width), torch.bool)
             and len(self.targets) == rows
             and all(target.fits((height, width), num_classes) for target in self.targets)
-            and (self.references is None or is_dense(self.references, (rows, 3, height, width), torch.uint8))
+            and (self.references is None or is_dense(self.references, (rows, channels, height, width), kind))
             and (self.has_reference is None or is_dense(self.has_reference, (rows,), torch.bool))
         )
 
 
 def _padded(images: Sequence[Tensor], height: int, width: int) -> Tensor:
-    """Return images (3, h, w) as (B, 3, H, W) uint8, each in the upper left corner."""
-    padded = torch.zeros(len(images), 3, height, width, dtype=torch.uint8)
+    """Return images (C, h, w) of one type as (B, C, H, W), each in the upper left corner."""
+    padded = torch.zeros(len(images), len(images[0]), height, width, dtype=images[0].dtype)
     for row, image in zip(padded, images, strict=True):
         row[:, : image.shape[-2], : image.shape[-1]] = image
     return padded

@@ -140,6 +140,11 @@ def bits(default: int | None) -> Any:
     return field(default=default, **Rule("from 8 to 16", lambda value: 8 <= value <= 16).field)
 
 
+def depth(default: int) -> Any:
+    """Return a field for the bits of a channel."""
+    return field(default=default, **Rule("8 or 16", lambda value: value in (8, 16)).field)
+
+
 def automatic(default: float, rule: Rule) -> Any:
     """Return a field for a number or ``auto``."""
     return field(default=default, **or_auto(rule).field)

@@ -10,6 +10,7 @@ from detr_bf.config.common import (
     LoadingConfig,
     below_one,
     choice,
+    depth,
     fraction,
     not_negative,
     numbers,
@@ -82,7 +83,9 @@ class AugmentConfig:
     mosaic_scale: list[float] = numbers(0.5, 1.5)  # range of the scale of a mosaic
     scale_jitter: float = fraction(0.0)  # another scale on a canvas of the same size
     scale_jitter_range: list[float] = numbers(0.1, 2.0)  # range of that scale
-    photometric_distort: float = fraction(0.0)  # of each change of colour: brightness, contrast, saturation, hue, order
+    photometric_distort: float = fraction(
+        0.0
+    )  # of each change: brightness, contrast; of 8-bit RGB also saturation, hue, order of the channels
     zoom_out: float = fraction(0.0)  # the image on a larger black canvas
     zoom_out_max: float = positive(4.0, 10)  # largest side of the canvas as a multiple of the image's
     iou_crop: float = fraction(0.0)  # crop around objects
@@ -136,6 +139,10 @@ class DataConfig(LoadingConfig):
     )  # of training batches; similar: images with similar numbers of objects; group: of one group, see docs/pairs.md
     reference: str = choice("none", "own", "random", "same_group")  # image that is seen beside each image
     reference_shift: int = not_negative(0, WIDTH)  # pixels by which a reference is moved, to test alignment
+    channels: int = positive(3, 256)  # of the images; 3: RGB, to which others are converted; 1: grey; else as stored
+    depth: int = depth(8)  # bits of a channel: 8 or 16; 16: as stored, with full precision
+    mean: list[float] = numbers()  # of each channel, 1 is full brightness; empty: of the backbone or the images
+    std: list[float] = numbers()  # standard deviations, likewise; both empty: see docs/data.md
 
     def check_values(self, prefix: str) -> None:
         for name, paths in (("train", self.train), ("val", self.val)):
@@ -176,8 +183,34 @@ class DataConfig(LoadingConfig):
                 f"{prefix}{name} puts objects of other images into an image, but not into its reference: set it to 0 "
                 f"with {prefix}reference={self.reference}"
             )
+        self._check_channels(prefix)
         if (self.folds or self.val_fraction) and self.train.panoptic:
             raise InputError(f"{prefix}folds and {prefix}val_fraction do not divide panoptic files: give {prefix}val")
+
+    @property
+    def is_rgb(self) -> bool:
+        """True if the images are read as RGB of 8 bits."""
+        return (self.channels, self.depth) == (3, 8)
+
+    def _check_channels(self, prefix: str) -> None:
+        """Refuse normalisation of other channels, and the colours of channels that are none."""
+        for name, values in (("mean", self.mean), ("std", self.std)):
+            if (self.mean or self.std) and len(values) != self.channels:
+                raise InputError(
+                    f"{prefix}{name}={list(values)}: expected one value for each of {prefix}channels="
+                    f"{self.channels}: give {prefix}mean and {prefix}std, or neither"
+                )
+            if not all(0 <= value <= 1 for value in values) or (name == "std" and 0 in values):
+                raise InputError(
+                    f"{prefix}{name}={list(values)}: expected values from 0 to 1, in which 1 is full brightness (255, "
+                    f"or 65535 with {prefix}depth=16){', and no deviation of 0' if name == 'std' else ''}"
+                )
+        if not self.is_rgb and "photometric_distort" in self.transforms.extra:
+            raise InputError(
+                f"{prefix}transforms.extra: photometric_distort changes the colours of RGB images of 8 bits, and the "
+                f"images have {prefix}channels={self.channels} and {prefix}depth={self.depth}: leave it out; "
+                f"{prefix}augment.photometric_distort changes brightness and contrast of such images"
+            )
 
     @property
     def has_val(self) -> bool:

@@ -493,6 +493,7 @@ class DetectionConfig(RunConfig):
         self._check_epochs(prefix)
         self._check_squares(prefix)
         self._check_references(prefix)
+        self._check_first_convolution(prefix)
         if self.train.auto_batch and self.batch_former.gather:
             raise InputError(
                 f"{prefix}train.auto_batch=true tries batches on each GPU by itself, and {prefix}batch_former.gather "
@@ -518,6 +519,15 @@ class DetectionConfig(RunConfig):
     def reads_references(self, split: str) -> bool:
         """True if the references of the images of ``train`` or ``val`` are read."""
         return self.data.reference != "none" and (split == "train" or self.references_in_evaluation)
+
+    def _check_first_convolution(self, prefix: str) -> None:
+        """Refuse a frozen first convolution for channels that its weights have never seen."""
+        channels, frozen = self.data.channels, self.model.backbone.frozen_stages
+        if channels not in (1, 3) and frozen:
+            raise InputError(
+                f"{prefix}data.channels={channels} with {prefix}model.backbone.frozen_stages={frozen}: the first "
+                f"convolution must learn these channels: set {prefix}model.backbone.frozen_stages=0"
+            )
 
     def _check_references(self, prefix: str) -> None:
         """Refuse references that nothing reads, and readers without references."""

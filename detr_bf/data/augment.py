@@ -1,8 +1,8 @@
 """Augmentation of training images before DETR's own transforms: several images in one, cuts, scales and colours.
 
 Every operation maps a :class:`~detr_bf.data.transforms.Sample` to a sample and takes its random numbers from torch's
-global CPU generator. Images stay uint8. Boxes and masks follow the pixels; an object is dropped if less than one pixel
-of one side of its box is left, no pixel of its mask, or a smaller share of it than ``min_visible``.
+global CPU generator. Images keep their type. Boxes and masks follow the pixels; an object is dropped if less than one
+pixel of one side of its box is left, no pixel of its mask, or a smaller share of it than ``min_visible``.
 
 Shape legend: T objects, h x w pixels of an image.
 """
@@ -20,7 +20,7 @@ from torchvision.ops import masks_to_boxes
 from torchvision.transforms.v2 import RandomIoUCrop, RandomPhotometricDistort, RandomZoomOut, functional
 from torchvision.tv_tensors import BoundingBoxes, Image, Mask, wrap
 
-from detr_bf.data.transforms import Sample, has_pixels
+from detr_bf.data.transforms import Sample, has_pixels, in_type_of
 
 PASTED_SCALE = (0.5, 1.0)  # size of the image that copy-paste takes objects from, as a share of the largest that fits
 _MOST_BYTES = 2**27  # of image and masks of a mosaic and after zoom-out; on a larger canvas everything is smaller
@@ -42,7 +42,7 @@ class Augmentation:
         mosaic_scale: range of the scale of the whole mosaic.
         scale_jitter: change the scale (:func:`scale_jittered`).
         scale_jitter_range: range of the factor.
-        photometric_distort: of each change: brightness, contrast, saturation, hue, order of the channels.
+        photometric_distort: of each change of :func:`photometrically_distorted`.
         zoom_out: put the image on a larger black canvas.
         zoom_out_max: largest side of the canvas as a multiple of the image's.
         iou_crop: crop around objects (Liu et al. 2016, arXiv 1512.02325, section 2.2), if there are any.
@@ -100,7 +100,7 @@ class Augmentation:
         if _happens(self.scale_jitter):
             sample = scale_jittered(sample, _uniform(*self.scale_jitter_range), self.min_visible)
         if self.photometric_distort:
-            sample = RandomPhotometricDistort(p=self.photometric_distort)(sample)
+            sample = photometrically_distorted(sample, self.photometric_distort)
         if not is_mosaic and _happens(self.zoom_out):
             sample = zoomed_out(sample, self.zoom_out_max)
         if not is_mosaic and _happens(self.iou_crop):
@@ -121,10 +121,10 @@ def mosaic(samples: Sequence[Sample], centre: tuple[float, float]) -> Sample:
     """
     masked = all(sample.masks is not None for sample in samples)
     canvas = [max(2, *(sample.image.shape[dim] for sample in samples)) for dim in (-2, -1)]
-    scale = _shrinking(canvas, sum(len(sample.boxes) for sample in samples) if masked else 0)
+    scale = _shrinking(canvas, samples[0].image, sum(len(sample.boxes) for sample in samples) if masked else 0)
     canvas = [max(2, int(side * scale)) for side in canvas]
     meeting = [min(max(1, round(share * side)), side - 1) for share, side in zip(centre, canvas, strict=True)]
-    image = torch.zeros(3, *canvas, dtype=torch.uint8)
+    image = torch.zeros(len(samples[0].image), *canvas, dtype=samples[0].image.dtype)
     parts, places = [], []
     for number, sample in enumerate(samples):
         far = divmod(number, 2)  # 1 behind the meeting point: below, right
@@ -203,6 +203,24 @@ def scale_jittered(sample: Sample, factor: float, min_visible: float = 0.0) -> S
     return _large_enough(_each(resized, functional.pad, padding=padding))
 
 
+def photometrically_distorted(sample: Sample, probability: float) -> Sample:
+    """Change brightness, contrast, saturation, hue and the order of the channels, each with that probability.
+
+    Saturation, hue and order are those of colours: images of other channels than 3, or of 16 bits, get the same ranges
+    of brightness and contrast alone, the contrast of each channel about its mean.
+    """
+    distort = RandomPhotometricDistort(p=probability)
+    if len(sample.image) == 3 and sample.image.dtype == torch.uint8:
+        return distort(sample)
+    pixels = sample.image.as_subclass(Tensor).float()
+    if _happens(probability):
+        pixels = pixels * _uniform(*distort.brightness)
+    if _happens(probability):
+        mean = pixels.mean((1, 2), keepdim=True)
+        pixels = mean + (pixels - mean) * _uniform(*distort.contrast)
+    return sample._replace(image=wrap(in_type_of(sample.image, pixels.clamp(0, 255)), like=sample.image))
+
+
 def zoomed_out(sample: Sample, largest: float) -> Sample:
     """Put an image on a black canvas, whose sides are 1 to ``largest`` times its own, at a random place.
 
@@ -213,7 +231,7 @@ def zoomed_out(sample: Sample, largest: float) -> Sample:
     left, top, right, bottom = padding = zoom.make_params([sample.image])["padding"]
     height, width = sample.image.shape[-2:]
     canvas = top + height + bottom, left + width + right
-    scale = _shrinking(canvas, 0 if sample.masks is None else len(sample.masks))
+    scale = _shrinking(canvas, sample.image, 0 if sample.masks is None else len(sample.masks))
     if scale < 1:
         sample = _large_enough(_resized(sample, [max(1, int(side * scale)) for side in (height, width)]))
         padding = [int(side * scale) for side in padding]
@@ -321,7 +339,7 @@ def _resized(sample: Sample, size: list[int]) -> Sample:
     single = size == [1, 1]
     image = wrap(sample.image.float(), like=sample.image) if single else sample.image
     resized = _each(sample._replace(image=image), functional.resize, size=size, antialias=True)
-    return resized._replace(image=wrap(resized.image.round().to(torch.uint8), like=image)) if single else resized
+    return resized._replace(image=wrap(in_type_of(sample.image, resized.image), like=image)) if single else resized
 
 
 def _fitting(sample: Sample, space: Sequence[int]) -> list[int]:
@@ -331,9 +349,9 @@ def _fitting(sample: Sample, space: Sequence[int]) -> list[int]:
     return [min(max(1, round(side * scale)), limit) for limit, side in zip(space, size, strict=True)]
 
 
-def _shrinking(canvas: Sequence[int], masks: int) -> float:
+def _shrinking(canvas: Sequence[int], image: Tensor, masks: int) -> float:
     """Return the factor, at most 1, of the sides of a canvas that keeps image and masks within ``_MOST_BYTES``."""
-    return min(1.0, math.sqrt(_MOST_BYTES / (math.prod(canvas) * (3 + masks))))
+    return min(1.0, math.sqrt(_MOST_BYTES / (math.prod(canvas) * (len(image) * image.itemsize + masks))))
 
 
 def _happens(probability: float) -> bool:

@@ -44,7 +44,8 @@ from detr_bf.data.augment import Augmentation
 from detr_bf.data.batches import SampleKey, read_or_replace
 from detr_bf.data.column_cache import read_columns
 from detr_bf.data.columns import Entries, distinct, integers, values_of
-from detr_bf.data.images import MAX_PIXELS, boxes_as_stored, check_folder, read_image
+from detr_bf.data.image_headers import boxes_as_stored
+from detr_bf.data.images import MAX_PIXELS, RGB, PixelFormat, check_folder, pixel_values, read_image
 from detr_bf.data.masks import MapFile, Segmentations, SegmentMasks, flat_annotations, parts_of
 from detr_bf.data.references import Pair, References
 from detr_bf.data.transforms import Sample, SampleTransform, has_area, has_pixels
@@ -208,8 +209,8 @@ class CocoDetection(Dataset[LoadedSample]):
 
     ``groups`` are the numbers of the images' groups, for the batch sampler.
 
-    ``grey_bits`` are those of :func:`~detr_bf.data.images.read_image`. :func:`~detr_bf.data.images.boxes_as_stored`
-    decides on the EXIF rotation of images whose size does not tell if their boxes have it.
+    Where the size of an image does not tell if its boxes have the EXIF rotation,
+    :func:`~detr_bf.data.image_headers.boxes_as_stored` decides.
 
     Raises:
         InputError: the files have an error that would affect training; detr-bf check lists all of them.
@@ -226,7 +227,7 @@ class CocoDetection(Dataset[LoadedSample]):
         panoptic: Path | None = None,
         replace_unreadable: bool = False,
         max_pixels: int = MAX_PIXELS,
-        grey_bits: int | None = None,
+        pixel_format: PixelFormat = RGB,
         augment: Augmentation | None = None,
         sized: Mapping[int, SampleTransform] | None = None,
         references: References | None = None,
@@ -246,12 +247,10 @@ class CocoDetection(Dataset[LoadedSample]):
         self.class_map = class_map if class_map is not None else content.class_map
         if class_map is None and content.parents:
             names = printable(", ".join(str(category["name"]) for category in content.parents))
-            logger.info(
-                "%s: no class for the supercategories %s, which have no objects", printable(content.path), names
-            )
+            logger.info("%s: no class for the supercategories %s without objects", printable(content.path), names)
         self.seed = seed
         self.replace_unreadable = replace_unreadable
-        self.max_pixels, self.grey_bits = max_pixels, grey_bits
+        self.max_pixels, self.pixel_format = max_pixels, pixel_format
         self.image_ids: Sequence[int] = values_of(content.images, "id")
         self.file_names: Sequence[str] = values_of(content.images, "file_name")
         self.sizes = annotated_sizes(content.images)
@@ -353,8 +352,9 @@ class CocoDetection(Dataset[LoadedSample]):
         return {"sha256": digest.hexdigest(), "files": files.hexdigest(), **counts}
 
     def _read(self, index: int, masked: bool, seed: int) -> Pair:
-        path, size = self.folder / self.file_names[index], self.sizes[index]
-        pixels = read_image(path, size, self.max_pixels, grey_bits=self.grey_bits, as_stored=self.as_stored)
+        path, size, form = self.folder / self.file_names[index], self.sizes[index], self.pixel_format
+        read = partial(read_image, max_pixels=self.max_pixels, pixel_format=form, as_stored=self.as_stored)
+        pixels = pixel_values(read(path, size))
         sample = Sample(Image(pixels), *self._objects(index, (pixels.shape[-2], pixels.shape[-1]), masked))
         file = None if self.references is None else self.references.file_of(index, seed)
         if self.references is None or file is None:
@@ -362,7 +362,7 @@ class CocoDetection(Dataset[LoadedSample]):
         # an own reference is rotated by its EXIF tag where its image would be
         size = self.sizes[index] if self.references.choice == "own" else None
         with prefix_errors(f"the reference of {printable(self.file_names[index])}, of the same size"):
-            reference = read_image(file, size, self.max_pixels, grey_bits=self.grey_bits, as_stored=self.as_stored)
+            reference = pixel_values(read(file, size))
         fitted = self.references.fitted(reference, pixels, seed, printable(file.name))
         return Pair(sample, sample._replace(image=Image(fitted)))
 

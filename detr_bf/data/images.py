@@ -1,46 +1,52 @@
 """Image decoding with Pillow, the same for training, data checks and prediction.
 
 Pillow instead of ``torchvision.io.decode_image``, which is deprecated in torchvision 0.29, reads neither BMP nor TIFF
-and ignores the EXIF rotation of WebP. Both give the same pixels for JPEG and PNG.
+and ignores the EXIF rotation of WebP. Both give the same pixels for JPEG and PNG. TIFF files with several samples per
+pixel are read by tifffile where their channels are read as stored (:class:`PixelFormat`).
+
+Shape legend: C channels, H x W pixels.
 """
 
 from __future__ import annotations
 
 import io
 import logging
-import struct
-from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from multiprocessing import parent_process
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image
-from PIL.ImageFile import ImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 from torch import Tensor
 
 from detr_bf.common.errors import InputError
-from detr_bf.common.files import file_size, is_file, is_folder, read_regular
-from detr_bf.common.text import printable
+from detr_bf.common.files import file_size, is_folder, read_regular
+from detr_bf.common.text import counted, printable
 from detr_bf.data.duplicates import perceptual_hash
+from detr_bf.data.image_headers import (
+    BITS_PER_SAMPLE,
+    IMAGE_FORMATS,
+    MOST_CHANNELS,
+    ORIENTATION,
+    SAMPLES_PER_PIXEL,
+    TRANSPOSITIONS,
+    ImageSizes,
+    TooLargeError,
+    identified,
+    image_sizes,
+    is_grey_16,
+    oriented,
+    page_numbers,
+    tiff_format,
+    tiff_tags,
+)
 
 logger = logging.getLogger(__name__)
 
-_Found = TypeVar("_Found")
-
-IMAGE_FORMATS = (
-    "JPEG",
-    "PNG",
-    "WEBP",
-    "BMP",
-    "TIFF",
-    "GIF",
-    "AVIF",
-)  # JPEG is MPO too; AVIF where Pillow was built with it
 MAX_PIXELS = 178_956_970  # default of data.max_pixels: Pillow warns above it
 _BYTES_PER_PIXEL = 8  # limit of the file size: uncompressed RGBA of 16 bits
 _SMALLEST_LIMIT = 2**26  # bytes; the limit of the file size is never smaller
@@ -48,51 +54,87 @@ _SMALLEST_LIMIT = 2**26  # bytes; the limit of the file size is never smaller
 _DEPTHS = (8, 10, 12, 14, 16)  # bits of the values in 16-bit images
 _HOT = 10_000  # pixels of a 16-bit grey image, of which one may exceed its depth
 _LEAST_HOT = 1000  # pixels; in a smaller image none may
-_SAMPLE = 500  # files of a data set whose headers say if 16-bit images or EXIF rotations may occur
-_BITS_PER_SAMPLE = 258  # TIFF tag
-_ORIENTATION = 0x0112  # EXIF tag
-_TRANSPOSITIONS = {  # by EXIF value; ImageOps.exif_transpose rewrites the EXIF data and fails if they are broken
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
-_QUARTER_TURNS = (5, 6, 7, 8)  # EXIF values that swap height and width
+_PNG_CHANNELS = {0: 1, 2: 3, 4: 2, 6: 4}  # by the colour type of the header
+_STRETCH = (1, 99)  # percentiles of a picture of 16 bits that are drawn black and white
+_STRETCHED = 10**6  # values at most from which they are computed
 _warned: set[Path] = set()  # folders with a 16-bit image that was logged
 
 
 @dataclass(frozen=True)
-class ImageSizes:
-    """Sizes of an image file before and after the EXIF rotation, (height, width) in pixels, and the rotation."""
+class PixelFormat:
+    """Channels and bits of the images of a data set, as they are read.
 
-    stored: tuple[int, int]
-    rotated: tuple[int, int]
-    orientation: int = 1  # EXIF value; 1: none
+    RGB of 8 bits is the default: images of any kind are converted to it. In every other format an image must have
+    these channels and bits, which are read as stored: the samples of a pixel, or the pages of a TIFF file. Only a grey
+    image of 16 bits may be scaled to one channel of 8 bits.
 
-    def wants_rotation(self, annotated: tuple[int, int] | None, as_stored: bool = False) -> bool:
-        """Return True if boxes annotated for an image of size ``annotated`` refer to the rotated image.
+    Args:
+        channels: 1: grey.
+        depth: bits of a channel, 8 or 16.
+        grey_bits: of 16-bit grey images scaled to 8 bits, see :func:`read_image`.
+    """
 
-        Viewers and annotation tools rotate images, so the result is False only if the annotation file gives the size
-        before rotation, or if both sizes are the same and ``as_stored`` is True (see :func:`boxes_as_stored`). Without
-        a size the image is rotated.
+    channels: int = 3
+    depth: int = 8
+    grey_bits: int | None = None
+
+    @property
+    def is_rgb(self) -> bool:
+        """True for RGB of 8 bits."""
+        return (self.channels, self.depth) == (3, 8)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the pixels as they are read."""
+        return torch.uint8 if self.depth == 8 else torch.uint16
+
+    def pixels(self, samples: NDArray[Any]) -> Tensor:
+        """Return samples (H, W, C) uint8 or uint16 as pixels (C, H, W).
 
         Raises:
-            ValueError: ``annotated`` is neither of the two sizes.
+            ValueError: they have other channels or bits.
         """
-        if annotated is None:
-            return True
-        if annotated == self.rotated:
-            return not (as_stored and self.stored == self.rotated)
-        if annotated == self.stored:
-            return False
-        raise ValueError(f"annotated for {_as_text(annotated)}, but the file has {_as_text(self.rotated)}")
+        count, bits = samples.shape[2], 8 * samples.dtype.itemsize
+        if count != self.channels:
+            raise ValueError(f"it has {counted(count, 'channel')}, expected {self.channels} (data.channels)")
+        if count == 1 and bits > self.depth:
+            samples = scale_to_8_bits(samples, self.grey_bits)
+        elif bits != self.depth:
+            raise ValueError(f"it has {bits} bits a channel, expected {self.depth} (data.depth)")
+        return torch.from_numpy(np.ascontiguousarray(np.moveaxis(samples, 2, 0)))
+
+    def blank(self, height: int, width: int) -> Tensor:
+        """Return black pixels (C, H, W)."""
+        return torch.zeros(self.channels, height, width, dtype=self.dtype)
+
+    def check_rgb(self, what: str) -> None:
+        """Raise an InputError unless this is RGB of 8 bits, which ``what``, a subject with its verb, alone."""
+        if not self.is_rgb:
+            raise InputError(
+                f"{what} RGB images of 8 bits, and this detector reads images of data.channels={self.channels} and "
+                f"data.depth={self.depth}: this is not supported"
+            )
+
+    def random_pixels(self, *shape: int, generator: torch.Generator | None = None) -> Tensor:
+        """Return random pixels (..., C, H, W); ``shape`` is without channels."""
+        whole = (*shape[:-2], self.channels, *shape[-2:])
+        return torch.randint(2**self.depth, whole, generator=generator, dtype=self.dtype)
 
 
-class TooLargeError(ValueError):
-    """The image has more pixels, or its file more bytes, than allowed."""
+RGB = PixelFormat()
+
+
+class MissingPackageError(InputError):
+    """A package that reads these files is not installed."""
+
+
+def pixel_values(pixels: Tensor) -> Tensor:
+    """Return pixels in the type in which they are transformed: uint8 as it is, uint16 as float32 (value / 257).
+
+    torch resizes no 16-bit integers. Both types have values from 0 to 255, so that nothing behind needs to know the
+    depth, and all 65,536 values of 16 bits stay different.
+    """
+    return pixels.float() / 257 if pixels.dtype == torch.uint16 else pixels
 
 
 def read_image(
@@ -100,10 +142,12 @@ def read_image(
     annotated: tuple[int, int] | None = None,
     max_pixels: int = MAX_PIXELS,
     *,
-    grey_bits: int | None = None,
+    pixel_format: PixelFormat = RGB,
     as_stored: bool = False,
 ) -> Tensor:
     """Return the pixels of a file as (3, h, w) uint8 RGB, rotated by its EXIF tag; the first frame of an animation.
+
+    In another ``pixel_format`` they are (C, h, w) uint8 or uint16, and what follows is only true of one channel.
 
     Grey, palette, CMYK and 16-bit images become 8-bit RGB; transparency is dropped. ``annotated`` is the (height,
     width) in the annotation file: if it is the size before rotation, the image is not rotated, because the boxes refer
@@ -111,9 +155,9 @@ def read_image(
     logged as a warning.
 
     A grey image of 16 bits often holds values of 10, 12 or 14 bits. Its 8-bit values are ``value >> (grey_bits - 8)``,
-    at most 255. ``grey_bits`` are those of the data set that the detector was trained on; if they are None, those of
-    the image: the smallest of 8, 10, 12, 14 and 16 that fits its values, except the largest one of 10,000 (hot
-    pixels). For 16-bit colour Pillow returns the upper 8 bits.
+    at most 255. The ``grey_bits`` of the format are those of the data set that the detector was trained on; if they
+    are None, those of the image: the smallest of 8, 10, 12, 14 and 16 that fits its values, except the largest one of
+    10,000 (hot pixels). For 16-bit colour Pillow returns the upper 8 bits.
 
     Raises:
         InputError: the file is missing, is not a regular file, cannot be decoded, has another size than annotated or
@@ -121,7 +165,11 @@ def read_image(
     """
     try:
         data = image_bytes(path, max_pixels)
-        image = open_image(data, max_pixels)
+        if not pixel_format.is_rgb:
+            samples, sizes = _stored_samples(data, max_pixels)
+            turn = sizes.wants_rotation(annotated, as_stored)
+            return pixel_format.pixels(_turned(samples, sizes.orientation) if turn else samples)
+        image, grey_bits = open_image(data, max_pixels), pixel_format.grey_bits
         # not in the loader processes, each of which would log it; the data checks list these images
         if is_deep(image, data) and parent_process() is None and path.parent not in _warned:
             _warned.add(path.parent)
@@ -133,6 +181,8 @@ def read_image(
                 chosen if grey_bits is None else f"{grey_bits} bits (data.grey_bits)",
             )
         return pillow_pixels(image, annotated, grey_bits=grey_bits, as_stored=as_stored)
+    except MissingPackageError:
+        raise
     except FileNotFoundError:
         shown = printable(path)
         raise InputError(f"image file {shown} does not exist; check the image folder and the file names") from None
@@ -144,28 +194,62 @@ def read_image(
         ) from error
 
 
-def decode_image(data: bytes, max_pixels: int = MAX_PIXELS, *, grey_bits: int | None = None) -> Tensor:
+def decode_image(data: bytes, max_pixels: int = MAX_PIXELS, *, pixel_format: PixelFormat = RGB) -> Tensor:
     """Decode the bytes of a file as :func:`read_image` does.
 
     Raises:
         ValueError: they cannot be decoded; the message does not name the file.
     """
-    return pillow_pixels(open_image(data, max_pixels), grey_bits=grey_bits)
+    if pixel_format.is_rgb:
+        return pillow_pixels(open_image(data, max_pixels), grey_bits=pixel_format.grey_bits)
+    samples, sizes = _stored_samples(data, max_pixels)
+    return pixel_format.pixels(_turned(samples, sizes.orientation))
 
 
-def check_image(data: bytes, max_pixels: int = MAX_PIXELS) -> tuple[ImageSizes, int | None, str]:
-    """Decode all pixels; return the sizes, the bits in use of a 16-bit image, and the perceptual hash when rotated.
+def displayed(pixels: Tensor) -> Tensor:
+    """Return pixels (C, H, W) of any format, or their values, as a picture (3, H, W) uint8.
 
-    The bits are those of a grey image, see :func:`read_image`, 0 for colour, and None for 8 bits a channel.
+    It shows the first three channels, or the first one as grey. Those of 16 bits are stretched from the 1st to the 99th
+    percentile of the image.
+    """
+    shown = pixel_values(pixels[:3] if len(pixels) >= 3 else pixels[:1].expand(3, -1, -1))
+    if shown.dtype == torch.uint8:
+        return shown
+    values = shown.numpy().ravel()
+    low, high = np.percentile(values[:: max(1, values.size // _STRETCHED)], _STRETCH)
+    return ((shown - low) * (255 / max(high - low, 1e-3))).round().clamp(0, 255).to(torch.uint8)
+
+
+class CheckedImage(NamedTuple):
+    """Content of an image file, all of whose pixels were decoded."""
+
+    sizes: ImageSizes
+    depth: int | None  # bits in use of a 16-bit grey image that is scaled to 8, 0 for colour; None: not scaled
+    phash: str  # perceptual hash when rotated
+    stored: tuple[int, int] | None  # channels and bits of a TIFF file that is read as RGB of 8 bits
+    moments: tuple[tuple[float, float], ...]  # mean and mean square of each channel, 1 is full brightness; () for RGB
+
+
+def check_image(data: bytes, max_pixels: int = MAX_PIXELS, pixel_format: PixelFormat = RGB) -> CheckedImage:
+    """Decode all pixels.
 
     Raises:
-        ValueError: the image cannot be decoded.
+        ValueError: the image cannot be decoded, or is not of this format.
     """
-    image = open_image(data, max_pixels)
-    pixels = _rgb(image)
-    depth = None if not is_deep(image, data) else _depth(np.asarray(image)) if _is_grey_16(image) else 0
-    turn = _TRANSPOSITIONS.get(image.getexif().get(_ORIENTATION, 1))
-    return image_sizes(image), depth, perceptual_hash(pixels if turn is None else pixels.transpose(turn))
+    if pixel_format.is_rgb:
+        image = open_image(data, max_pixels)
+        pixels = _rgb(image)
+        depth = None if not is_deep(image, data) else _depth(np.asarray(image)) if is_grey_16(image) else 0
+        turn = TRANSPOSITIONS.get(image.getexif().get(ORIENTATION, 1))
+        phash = perceptual_hash(pixels if turn is None else pixels.transpose(turn))
+        return CheckedImage(image_sizes(image), depth, phash, tiff_format(io.BytesIO(data)), ())
+    samples, sizes = _stored_samples(data, max_pixels)
+    found = pixel_format.pixels(_turned(samples, sizes.orientation))
+    depth = _depth(samples) if 8 * samples.dtype.itemsize > pixel_format.depth else None
+    phash = perceptual_hash(Image.fromarray(displayed(found).permute(1, 2, 0).contiguous().numpy()))
+    channels = pixel_values(found).double().flatten(1) / 255
+    moments = zip(channels.mean(1).tolist(), channels.square().mean(1).tolist(), strict=True)
+    return CheckedImage(sizes, depth, phash, None, tuple(moments))
 
 
 def image_bytes(path: Path, max_pixels: int = MAX_PIXELS) -> bytes:
@@ -200,7 +284,7 @@ def open_image(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
     if not data:
         raise ValueError("the file is empty")
     try:
-        image = _identified(io.BytesIO(data))
+        image = identified(io.BytesIO(data))
         if image is not None:
             if image.width * image.height > max_pixels:
                 size = f"{image.width} x {image.height} pixels (width x height)"
@@ -212,86 +296,125 @@ def open_image(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
     except Exception as error:  # on a broken file decoders raise almost anything (struct, zlib, SyntaxError, ...)
         raise ValueError(f"it cannot be decoded ({printable(error) or type(error).__name__})") from error
     if image is None:
+        tags = tiff_tags(io.BytesIO(data))
+        if tags is not None and (samples := tags.get(SAMPLES_PER_PIXEL, 1)) not in (1, 3):
+            raise ValueError(f"it has {counted(samples, 'channel')}: set data.channels={samples}")
         raise ValueError(f"it cannot be decoded (none of the formats {', '.join(IMAGE_FORMATS)})")
     return image
 
 
-def header_size(path: Path) -> tuple[int, int] | None:
-    """Return (height, width) after the EXIF rotation from the header of a file; None if it cannot be read."""
-    return _of_header(path, lambda image: image_sizes(image).rotated)
+def _stored_samples(data: bytes, max_pixels: int) -> tuple[NDArray[Any], ImageSizes]:
+    """Return the samples (H, W, C) uint8 or uint16 of a file as stored, and its sizes.
 
-
-def _of_header(path: Path, read: Callable[[ImageFile], _Found]) -> _Found | None:
-    """Return what ``read`` finds in the header of a file; None if it cannot be read."""
-    if not is_file(path):
-        return None
+    Raises:
+        MissingPackageError: tifffile is needed and not installed.
+        TooLargeError, ValueError: see :func:`open_image`.
+    """
     try:
-        with path.open("rb") as file:
-            image = _identified(file)
-            return None if image is None else read(image)
-    except Exception:  # as in open_image
-        return None
+        tags = tiff_tags(io.BytesIO(data))
+        of_tifffile = tags is not None and tags.get(SAMPLES_PER_PIXEL, 1) > 1
+    except Exception as error:  # as in open_image
+        raise ValueError(f"it cannot be decoded ({printable(error) or type(error).__name__})") from error
+    if of_tifffile:
+        samples = _tiff_samples(data, max_pixels)
+        return samples, oriented((samples.shape[0], samples.shape[1]), tags.get(ORIENTATION) if tags else None)
+    image = open_image(data, max_pixels)
+    return image_samples(image, data), image_sizes(image)
 
 
-def any_grey_16(folder: Path, names: Sequence[str]) -> bool:
-    """Return True if one of up to 500 files, evenly spaced, is a grey image of 16 bits, by its header."""
-    return any(_of_header(folder / name, _is_grey_16) for name in names[:: _step(names)])
+def _tiff_samples(data: bytes, max_pixels: int) -> NDArray[Any]:
+    """Return the samples (H, W, C) of a TIFF file of one page, whose pixels have several samples."""
+    try:
+        import tifffile
+    except ImportError as error:
+        raise MissingPackageError(
+            "TIFF images with several samples per pixel need the package tifffile: pip install 'detr_bf[multispectral]'"
+        ) from error
+    try:
+        with tifffile.TiffFile(io.BytesIO(data)) as file:
+            pages = [page for page in file.pages if not page.is_reduced and not page.is_mask]
+            if len(pages) != 1:
+                raise ValueError(f"{counted(len(pages), 'page')} with several samples per pixel, expected one")
+            page = pages[0]
+            if page.imagewidth * page.imagelength > max_pixels:
+                size = f"{page.imagewidth} x {page.imagelength} pixels (width x height)"
+                raise TooLargeError(f"it has {size}, more than data.max_pixels={max_pixels}")
+            if page.dtype not in (np.uint8, np.uint16):
+                raise ValueError(f"its samples are of the type {page.dtype}; expected 8 or 16 bits a channel")
+            samples: NDArray[Any] = np.moveaxis(page.asarray(), page.axes.index("S"), -1)
+            return samples
+    except TooLargeError:
+        raise
+    except Exception as error:  # tifffile, too, raises almost anything
+        raise ValueError(f"it cannot be decoded ({printable(error) or type(error).__name__})") from error
 
 
-def boxes_as_stored(folder: Path, images: Iterable[tuple[str, tuple[int, int] | None]]) -> bool | None:
-    """Return True if the boxes of an annotation file refer to images without EXIF rotation, False if to rotated ones.
-
-    A mirrored image, one turned by 180 degrees, and a square one have the same size before and after the rotation, so
-    the other images of the file decide: those whose sides the rotation exchanges, if all of them agree. None: there are
-    none, or they disagree. If none of up to 500 evenly spaced files has an EXIF rotation, no other file is read.
+def image_samples(image: Image.Image, data: bytes = b"") -> NDArray[Any]:
+    """Return the samples (H, W, C) uint8 or uint16 of a Pillow image; those of a TIFF file are its pages.
 
     Args:
-        folder: of the images.
-        images: file name, and (height, width) as annotated or None, of each image.
+        image: of one sample per pixel, if it is a TIFF file.
+        data: of the file; without them 16-bit colours lose their lower 8 bits.
+
+    Raises:
+        ValueError: a page has another size or type than the first, or its pixels have 32 bits.
     """
-    known = [(name, size) for name, size in images if size is not None]
-    read = {name: _of_header(folder / name, image_sizes) for name, _ in known[:: _step(known)]}
-    if all(sizes is None or sizes.orientation == 1 for sizes in read.values()):
-        return None
-    found = set()
-    for name, size in known:
-        sizes = read[name] if name in read else _of_header(folder / name, image_sizes)
-        if sizes and sizes.stored != sizes.rotated and size in (sizes.stored, sizes.rotated):
-            found.add(size == sizes.stored)
-    return found.pop() if len(found) == 1 else None
+    if image.format == "PNG" and data and is_deep(image, data) and not is_grey_16(image):
+        return _png_16(data)
+    if not isinstance(image, TiffImageFile) or len(numbers := page_numbers(image)) <= 1:
+        return _samples(image)
+    if len(numbers) > MOST_CHANNELS:
+        raise ValueError(f"it has {len(numbers)} pages; at most {MOST_CHANNELS} are read as channels")
+    pages, first = list[NDArray[Any]](), (image.size, image.mode)
+    try:
+        for number in numbers:
+            image.seek(number)
+            if pages and (image.size, image.mode) != first:
+                raise ValueError(f"page {number} has another size or type than the first")
+            first = image.size, image.mode
+            pages.append(_samples(image))
+    except (OSError, EOFError) as error:
+        raise ValueError(f"it cannot be decoded ({printable(error)})") from error
+    return np.concatenate(pages, axis=2)
 
 
-def _step(listed: Sequence[object]) -> int:
-    return max(1, len(listed) // _SAMPLE)
+def _samples(image: Image.Image) -> NDArray[Any]:
+    if is_grey_16(image):
+        return _grey_16(image).astype(np.uint16)[:, :, None]
+    if image.mode == "F":
+        raise ValueError("its pixels are floating-point numbers; expected 8 or 16 bits a channel")
+    kept = image if image.mode in ("L", "LA", "RGB", "RGBA") else image.convert("L" if image.mode == "1" else "RGB")
+    return np.atleast_3d(np.array(kept))
 
 
-def image_sizes(image: Image.Image) -> ImageSizes:
-    """Return the sizes before and after the EXIF rotation."""
-    stored, orientation = (image.height, image.width), image.getexif().get(_ORIENTATION)
-    turned = orientation in _QUARTER_TURNS
-    return ImageSizes(stored, stored[::-1] if turned else stored, orientation if orientation in _TRANSPOSITIONS else 1)
+def _png_16(data: bytes) -> NDArray[Any]:
+    """Return the samples (H, W, C) of a PNG file with 2 to 4 channels of 16 bits.
 
-
-def _identified(file: BinaryIO) -> ImageFile | None:
-    """Return the image whose header is at the start of the file, or None; the pixels are not decoded.
-
-    Same as ``Image.open`` with ``formats=IMAGE_FORMATS``, but without its size limit, which is global to the process.
+    Pillow returns one byte of each value: the upper one of big-endian values, which PNG has. Read as little-endian
+    values they give the other byte. Two channels of 16 bits are read as four of 8 bits, of which a pixel has as many.
     """
-    Image.init()
-    start = file.read(16)
-    for name in IMAGE_FORMATS:
-        if name not in Image.OPEN:
-            continue
-        factory, accept = Image.OPEN[name]
-        accepted = accept is None or accept(start)
-        if not accepted or isinstance(accepted, str):  # a string names a library that is not installed
-            continue
-        file.seek(0)
-        try:
-            return factory(file, "")
-        except (SyntaxError, IndexError, TypeError, struct.error):  # Image.open, too, treats these as "another format"
-            continue
-    return None
+
+    def decoded(form: str) -> NDArray[np.uint8]:
+        image = identified(io.BytesIO(data))
+        assert image is not None, "it has been opened"
+        image.tile = [tile._replace(args=form) for tile in image.tile]
+        return np.array(image)
+
+    if _PNG_CHANNELS[data[25]] == 2:
+        return decoded("RGBA").view(">u2").astype(np.uint16)
+    mode = "RGB" if _PNG_CHANNELS[data[25]] == 3 else "RGBA"
+    high, low = (decoded(f"{mode};16{order}").astype(np.uint16) for order in ("B", "L"))
+    return high << 8 | low
+
+
+def _turned(samples: NDArray[Any], orientation: int) -> NDArray[Any]:
+    """Return samples (H, W, C) rotated by the value of an EXIF tag."""
+    turn = TRANSPOSITIONS.get(orientation)
+    if turn is None:
+        return samples
+    numbers = np.arange(samples.shape[0] * samples.shape[1], dtype=np.int32).reshape(samples.shape[:2])
+    places = np.asarray(Image.fromarray(numbers).transpose(turn))
+    return samples.reshape(-1, samples.shape[2])[places]
 
 
 def pillow_pixels(
@@ -307,32 +430,32 @@ def pillow_pixels(
         ValueError: its pixels have 32 bits, or its size is not the annotated one.
     """
     rotate = image_sizes(image).wants_rotation(annotated, as_stored)
-    turn = _TRANSPOSITIONS.get(image.getexif().get(_ORIENTATION, 1)) if rotate else None
+    turn = TRANSPOSITIONS.get(image.getexif().get(ORIENTATION, 1)) if rotate else None
     pixels = np.array(_rgb(image if turn is None else image.transpose(turn), grey_bits))
     return torch.from_numpy(pixels).permute(2, 0, 1)
 
 
 def _rgb(image: Image.Image, grey_bits: int | None = None) -> Image.Image:
-    if _is_grey_16(image):  # Pillow would clip values above 255 instead of scaling
-        values = np.asarray(image)
-        if values.min() < 0 or values.max() > 0xFFFF:
-            raise ValueError("its pixels have 32 bits; expected 8 or 16 bits a channel")
-        return Image.fromarray(scale_to_8_bits(values, grey_bits)).convert("RGB")
+    if is_grey_16(image):  # Pillow would clip values above 255 instead of scaling
+        return Image.fromarray(scale_to_8_bits(_grey_16(image), grey_bits)).convert("RGB")
     if image.mode == "F":
         raise ValueError("its pixels are floating-point numbers; expected 8 or 16 bits a channel")
     return image.convert("RGB")
 
 
-def _is_grey_16(image: Image.Image) -> bool:
-    return image.mode.startswith("I")
+def _grey_16(image: Image.Image) -> NDArray[Any]:
+    values = np.asarray(image)
+    if values.min() < 0 or values.max() > 0xFFFF:
+        raise ValueError("its pixels have 32 bits; expected 8 or 16 bits a channel")
+    return values
 
 
 def is_deep(image: Image.Image, data: bytes) -> bool:
     """Return True for 16 bits a channel; Pillow's mode does not show it for colour."""
     if image.format == "PNG":
         return data[24] == 16  # bit depth of the header
-    bits = image.tag_v2.get(_BITS_PER_SAMPLE) if isinstance(image, TiffImageFile) else None
-    return _is_grey_16(image) or (isinstance(bits, tuple) and 16 in bits)
+    bits = image.tag_v2.get(BITS_PER_SAMPLE) if isinstance(image, TiffImageFile) else None
+    return is_grey_16(image) or (isinstance(bits, tuple) and 16 in bits)
 
 
 def scale_to_8_bits(values: NDArray[Any], grey_bits: int | None = None) -> NDArray[np.uint8]:
@@ -346,10 +469,6 @@ def _depth(values: NDArray[Any]) -> int:
     hot = -(-values.size // _HOT) if values.size >= _LEAST_HOT else 0
     needed = int(np.partition(values, values.size - 1 - hot, axis=None)[values.size - 1 - hot]).bit_length()
     return next(depth for depth in _DEPTHS if depth >= needed)
-
-
-def _as_text(size: tuple[int, int]) -> str:
-    return f"{size[1]} x {size[0]} pixels (width x height)"
 
 
 def check_folder(images: Path) -> None:

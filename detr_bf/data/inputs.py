@@ -1,4 +1,4 @@
-"""Images given to a predictor, in any common form, as uint8 RGB tensors."""
+"""Images given to a predictor, in any common form, as tensors."""
 
 from __future__ import annotations
 
@@ -19,12 +19,15 @@ from torch import Tensor
 from detr_bf.common.errors import InputError
 from detr_bf.common.files import UNFINISHED, is_folder
 from detr_bf.common.structures import Batch, Target
-from detr_bf.common.text import printable
+from detr_bf.common.text import counted, printable
+from detr_bf.data.image_headers import IMAGE_FORMATS
 from detr_bf.data.images import (
-    IMAGE_FORMATS,
     MAX_PIXELS,
+    RGB,
+    PixelFormat,
     decode_image,
     file_limit,
+    image_samples,
     pillow_pixels,
     read_image,
     scale_to_8_bits,
@@ -54,9 +57,9 @@ _HANDLERS = (
 
 
 def image_pixels(
-    image: object, name: str, max_pixels: int = MAX_PIXELS, *, grey_bits: int | None = None, bgr: bool = False
+    image: object, name: str, max_pixels: int = MAX_PIXELS, *, pixel_format: PixelFormat = RGB, bgr: bool = False
 ) -> Tensor:
-    """Return an image as (3, H, W) uint8 RGB on the CPU.
+    """Return an image as (3, H, W) uint8 RGB, or in another format, on the CPU.
 
     - The path of a file, the bytes of one, and a URL (http, https) are decoded as images of the training data are: see
       :func:`detr_bf.data.images.read_image`. They are rotated as their EXIF data say.
@@ -68,7 +71,8 @@ def image_pixels(
     Args:
         name: what a message calls the image.
         max_pixels: largest number of pixels.
-        grey_bits: of 16-bit grey images, see :func:`detr_bf.data.images.read_image`.
+        pixel_format: of the images. In another one than RGB of 8 bits images have its channels, as stored, and arrays
+            its bits, or floating-point values from 0 to 1.
         bgr: the channels of arrays and tensors are in the order blue, green, red (OpenCV's); files and Pillow images
             know their order.
 
@@ -76,20 +80,22 @@ def image_pixels(
         InputError: ``image`` is something else, has no or too many pixels, or cannot be read.
     """
     if isinstance(image, (bytes, bytearray, memoryview)):
-        return _decoded(bytes(image), name, max_pixels, grey_bits)
+        return _decoded(bytes(image), name, max_pixels, pixel_format)
     if isinstance(image, str) and is_url(image):
-        return _decoded(_download(image, file_limit(max_pixels)), printable(image), max_pixels, grey_bits)
+        return _decoded(_download(image, file_limit(max_pixels)), printable(image), max_pixels, pixel_format)
     if isinstance(image, (str, os.PathLike)):
-        return read_image(Path(image), max_pixels=max_pixels, grey_bits=grey_bits)
+        return read_image(Path(image), max_pixels=max_pixels, pixel_format=pixel_format)
     if isinstance(image, Image.Image):
         _check_extent(image.height, image.width, name, max_pixels)
         try:
-            return pillow_pixels(image, grey_bits=grey_bits)
+            if not pixel_format.is_rgb:
+                return pixel_format.pixels(image_samples(image))
+            return pillow_pixels(image, grey_bits=pixel_format.grey_bits)
         except Exception as error:  # a lazily read image is decoded now, and decoders raise almost anything
             shown = printable(error) or type(error).__name__
             raise InputError(f"{name} is a Pillow image of mode {image.mode} that cannot be used: {shown}") from error
     if isinstance(image, (np.ndarray, Tensor)):
-        return _array_pixels(image, name, max_pixels, grey_bits, bgr)
+        return _array_pixels(image, name, max_pixels, pixel_format, bgr)
     many = "; give several images to predict" if isinstance(image, Iterable) else ""
     raise InputError(f"{name} is {described(image)}, but {_IMAGE}{many}")
 
@@ -192,9 +198,9 @@ def by_size(
     return [results[index] for index in range(len(samples))]
 
 
-def _decoded(data: bytes, name: str, max_pixels: int, grey_bits: int | None) -> Tensor:
+def _decoded(data: bytes, name: str, max_pixels: int, pixel_format: PixelFormat) -> Tensor:
     try:
-        return decode_image(data, max_pixels, grey_bits=grey_bits)
+        return decode_image(data, max_pixels, pixel_format=pixel_format)
     except ValueError as error:
         raise InputError(f"{name} cannot be used: {error}") from error
 
@@ -215,8 +221,10 @@ def _download(url: str, limit: int) -> bytes:
     return data
 
 
-def _array_pixels(image: Tensor | NDArray[Any], name: str, max_pixels: int, grey_bits: int | None, bgr: bool) -> Tensor:
-    height, width = _check_array(image, name)
+def _array_pixels(
+    image: Tensor | NDArray[Any], name: str, max_pixels: int, pixel_format: PixelFormat, bgr: bool
+) -> Tensor:
+    height, width = _check_array(image, name, _CHANNELS if pixel_format.is_rgb else (pixel_format.channels,))
     _check_extent(height, width, name, max_pixels)
     if isinstance(image, Tensor):
         on_host = image.detach().cpu().as_subclass(Tensor)
@@ -224,14 +232,24 @@ def _array_pixels(image: Tensor | NDArray[Any], name: str, max_pixels: int, grey
         values = values if values.ndim == 2 else np.moveaxis(values, 0, 2)
     else:
         values = image
-    scaled = _as_uint8(np.ascontiguousarray(values), name, described(image), grey_bits)
+    if not pixel_format.is_rgb:
+        stored = np.atleast_3d(values)
+        if stored.dtype.kind == "f":
+            _check_fractions(stored, name, described(image))
+            levels, kind = (255, np.uint8) if pixel_format.depth == 8 else (0xFFFF, np.uint16)
+            stored = (stored.astype(np.float64) * levels).round().astype(kind)
+        try:
+            return pixel_format.pixels(stored[:, :, ::-1] if bgr else stored)
+        except ValueError as error:
+            raise InputError(f"{name} is {described(image)}, and {error}") from error
+    scaled = _as_uint8(np.ascontiguousarray(values), name, described(image), pixel_format.grey_bits)
     colours = np.atleast_3d(scaled)[:, :, :3]
     if bgr:
         colours = colours[:, :, ::-1]
     return torch.from_numpy(np.array(colours)).permute(2, 0, 1).expand(3, -1, -1).contiguous()
 
 
-def _check_array(image: Tensor | NDArray[Any], name: str) -> tuple[int, int]:
+def _check_array(image: Tensor | NDArray[Any], name: str, channels: Sequence[int]) -> tuple[int, int]:
     """Return height and width; check shape and dtype, but no values.
 
     Raises:
@@ -243,14 +261,15 @@ def _check_array(image: Tensor | NDArray[Any], name: str) -> tuple[int, int]:
         raise InputError(f"{name} is a nested, sparse, meta or quantized tensor, expected a dense one with values")
     is_tensor, shape = isinstance(image, Tensor), tuple(image.shape)
     first, last = (shape[0], shape[-1]) if shape else (0, 0)
-    if len(shape) not in (2, 3) or 0 in shape or (len(shape) == 3 and (first if is_tensor else last) not in _CHANNELS):
+    if len(shape) not in (2, 3) or 0 in shape or (len(shape) == 3 and (first if is_tensor else last) not in channels):
         advice = ""
         if len(shape) == 4:
             advice = ": give several images to predict"
-        elif len(shape) == 3 and 0 not in shape and (last if is_tensor else first) in _CHANNELS:
+        elif len(shape) == 3 and 0 not in shape and (last if is_tensor else first) in channels:
             advice = ": give image.permute(2, 0, 1)" if is_tensor else ": give image.transpose(1, 2, 0)"
         expected = "(H, W) or (C, H, W)" if is_tensor else "(H, W) or (H, W, C)"
-        raise InputError(f"{name} is {described(image)}, expected {expected} with 1, 3 or 4 channels{advice}")
+        known = "1, 3 or 4 channels" if len(channels) > 1 else counted(channels[0], "channel")
+        raise InputError(f"{name} is {described(image)}, expected {expected} with {known}{advice}")
     if isinstance(image, Tensor):
         accepted = image.dtype in _TENSOR_TYPES
     else:
@@ -269,13 +288,18 @@ def _as_uint8(values: NDArray[Any], name: str, shown: str, grey_bits: int | None
     if values.dtype.kind == "u":
         is_grey = values.ndim == 2 or values.shape[2] == 1
         return scale_to_8_bits(values, grey_bits) if is_grey else (values >> 8).astype(np.uint8)
+    _check_fractions(values, name, shown)
+    return (values.astype(np.float32) * 255).round().astype(np.uint8)
+
+
+def _check_fractions(values: NDArray[Any], name: str, shown: str) -> None:
+    """Raise an InputError for floating-point values that are not from 0 to 1."""
     low, high = float(values.min()), float(values.max())
     if not (low >= 0 and high <= 1):  # NaN is neither
         raise InputError(
             f"{name} is {shown} with values from {low:g} to {high:g}, expected 0 to 1: divide 0 to 255 by 255, and "
             "leave normalisation to the predictor"
         )
-    return (values.astype(np.float32) * 255).round().astype(np.uint8)
 
 
 def _check_extent(height: int, width: int, name: str, max_pixels: int) -> None:

@@ -27,7 +27,7 @@ from detr_bf.common.text import printable
 from detr_bf.data.annotation_values import value_text
 from detr_bf.data.batches import derive_seed
 from detr_bf.data.inputs import image_files, real_path
-from detr_bf.data.transforms import Sample
+from detr_bf.data.transforms import Sample, in_type_of
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +98,7 @@ class References:
         return hashlib.sha256(content.encode()).digest()
 
     def fitted(self, reference: Tensor, image: Tensor, seed: int, name: str) -> Tensor:
-        """Return a reference (3, h, w) uint8 in the size of its image (3, H, W), shifted.
+        """Return a reference (C, h, w) in the size of its image (C, H, W), shifted.
 
         One that was chosen at random is resized.
 
@@ -109,7 +109,7 @@ class References:
             if self.choice == "own":
                 raise InputError(other_size(name, reference, image))
             resized = F.interpolate(reference[None].float(), image.shape[-2:], mode="bilinear", antialias=True)
-            reference = resized[0].round().to(torch.uint8)
+            reference = in_type_of(image, resized[0])
         if not self.shift:
             return reference
         signs = derive_seed(seed, 2)
@@ -126,7 +126,7 @@ def other_size(name: str, reference: Tensor, image: Tensor) -> str:
 
 
 def translated(image: Tensor, down: int, right: int) -> Tensor:
-    """Move an image (3, H, W) uint8 by whole pixels, which may be negative; the pixels at its border are repeated."""
+    """Move an image (C, H, W) by whole pixels, which may be negative; the pixels at its border are repeated."""
     height, width = image.shape[-2:]
     rows = (torch.arange(height) - down).clamp(0, height - 1)
     columns = (torch.arange(width) - right).clamp(0, width - 1)

@@ -21,12 +21,13 @@ from torchvision.tv_tensors import BoundingBoxes, BoundingBoxFormat, Image, Mask
 
 from detr_bf.common.extensions import Registry, UserFile, extended
 from detr_bf.common.structures import Batch, Target, padding_mask
+from detr_bf.data.images import pixel_values
 
 
 class Sample(NamedTuple):
     """Image with its T objects; torchvision's transforms accept named tuples of tv_tensors."""
 
-    image: Image  # (3, h, w) uint8
+    image: Image  # (C, h, w) uint8, or float32 from 0 to 255; C is 3 except with other data.channels
     boxes: BoundingBoxes  # (T, 4) float32, x0, y0, x1, y1 in pixels
     labels: Tensor  # (T,)
     masks: Mask | None = None  # (T, h, w) uint8, 1 on the object; resized with nearest-neighbour interpolation
@@ -35,7 +36,7 @@ class Sample(NamedTuple):
 SampleTransform = Callable[[Sample], Sample]
 
 # Further training transforms by name, applied in the order of ``data.transforms.extra`` after the standard ones. They
-# keep the image uint8, and drop the objects of which they leave nothing.
+# keep the type of the image, and drop the objects of which they leave nothing.
 TRANSFORMS: Registry[SampleTransform] = Registry(
     "transform",
     {"photometric_distort": v2.RandomPhotometricDistort(), "vertical_flip": v2.RandomVerticalFlip()},
@@ -86,8 +87,9 @@ class _Registered:
 
     def __call__(self, sample: Sample) -> Sample:
         changed = self.transform(sample)
-        if not isinstance(changed, Sample) or changed.image.dtype != torch.uint8:
-            raise TypeError(f"the transform '{self.name}' must return a Sample whose image is uint8")
+        if not isinstance(changed, Sample) or changed.image.dtype != sample.image.dtype:
+            kind = str(sample.image.dtype).removeprefix("torch.")
+            raise TypeError(f"the transform '{self.name}' must return a Sample whose image is {kind}")
         return changed
 
 
@@ -107,10 +109,10 @@ def eval_transform(
 
 
 def eval_sample(transform: SampleTransform, pixels: Tensor, index: int) -> tuple[Tensor, Target]:
-    """Return a transformed image (3, h, w) and its target, for ``pixels`` (3, H, W) uint8 without annotations."""
+    """Return a transformed image (C, h, w) and its target, for ``pixels`` (C, H, W) without annotations."""
     original_size = (pixels.shape[-2], pixels.shape[-1])
     no_boxes = BoundingBoxes(torch.empty(0, 4), format=BoundingBoxFormat.XYXY, canvas_size=original_size)
-    resized, _, labels, _ = transform(Sample(Image(pixels), no_boxes, torch.empty(0, dtype=torch.int64)))
+    resized, _, labels, _ = transform(Sample(Image(pixel_values(pixels)), no_boxes, torch.empty(0, dtype=torch.int64)))
     size = (resized.shape[-2], resized.shape[-1])
     return resized.as_subclass(Tensor), Target(index, torch.empty(0, 4), labels, size, original_size)
 
@@ -211,7 +213,12 @@ def mixup(batch: Batch, share: float) -> Batch:
     targets = tuple(_joined(target, batch.targets[index - 1]) for index, target in enumerate(batch.targets))
     height, width = batch.padding_mask.shape[1:]
     mask = padding_mask([target.size for target in targets], (height, width))
-    return Batch(blended.round().to(torch.uint8), mask, targets)
+    return Batch(in_type_of(batch.images, blended), mask, targets)
+
+
+def in_type_of(image: Tensor, values: Tensor) -> Tensor:
+    """Return float32 values from 0 to 255 in the type of an image, rounded if that is uint8."""
+    return values if image.is_floating_point() else values.round().to(torch.uint8)
 
 
 def _joined(first: Target, second: Target) -> Target:

@@ -15,6 +15,7 @@ from detr_bf.assembly import (
     build_detector_criterion,
     build_model,
     build_panoptic_postprocess,
+    build_pixel_format,
     build_postprocess,
 )
 from detr_bf.backbones import Backbone
@@ -102,6 +103,7 @@ def build_parts(
     """Return the keyword arguments of ``DetrBf``; see ``build_detr_bf`` in ``meta_arch.py``."""
     if input_format not in ("RGB", "BGR"):
         raise InputError(f"the channel order (INPUT.FORMAT) must be RGB or BGR, got {input_format}")
+    build_pixel_format(config.data).check_rgb("detectron2 reads")
     if config.batch_former.until_epoch is not None:
         raise InputError(
             f"batch_former.until_epoch={config.batch_former.until_epoch} counts the epochs of detr-bf train, and "

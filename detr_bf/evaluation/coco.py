@@ -42,7 +42,8 @@ from detr_bf.data.annotation_values import (
 )
 from detr_bf.data.coco import CocoAnnotations, check_maps, read_annotations
 from detr_bf.data.columns import Entries, distinct
-from detr_bf.data.images import MAX_PIXELS, header_size
+from detr_bf.data.image_headers import header_size
+from detr_bf.data.images import MAX_PIXELS
 from detr_bf.data.masks import Segmentations, parts_of, read_ids
 from detr_bf.evaluation.error_types import scored_hits
 from detr_bf.evaluation.matching import ImageErrors, columns_of, image_errors

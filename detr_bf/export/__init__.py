@@ -215,7 +215,14 @@ def _onnx(
 ) -> Save:
     """Return a function that writes the graph as the suffix of ``path`` says, in the precision of the metadata."""
     references, short_side = graph.reads_references, max(short_side, EXAMPLE_SIDE)
-    program = traced(graph, form, padded=padded, references=references, short_side=short_side)
+    program = traced(
+        graph,
+        form,
+        padded=padded,
+        references=references,
+        pixel_format=graph.pixel_format,
+        short_side=short_side,
+    )
     model = onnx_model(program, form, graph.names, padded=padded, references=references)
     if metadata["precision"] == "int8":
         set_metadata(model, metadata)
@@ -261,6 +268,7 @@ def _package(graph: ExportGraph, form: ExportSignature, folder: Path, *, padded:
         form,
         padded=padded,
         references=graph.reads_references,
+        pixel_format=graph.pixel_format,
         device=torch.device(device),
     )
     compiled = compile_package(program, folder)

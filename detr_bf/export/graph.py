@@ -32,6 +32,7 @@ from detr_bf.batchformer import InsertedBatchFormer
 from detr_bf.common.errors import InputError
 from detr_bf.common.structures import Batch, ClassMap
 from detr_bf.common.text import printable
+from detr_bf.data.images import RGB, PixelFormat, pixel_values
 from detr_bf.data.transforms import RandomResize, Sample, SampleTransform, rounded_side
 from detr_bf.detectors import Detector
 from detr_bf.evaluation import DEFAULT_THRESHOLD, ScoreThresholds
@@ -90,6 +91,12 @@ class Exported:
     thresholds: ScoreThresholds | None
     config: Mapping[str, Any]
 
+    @property
+    def pixel_format(self) -> PixelFormat:
+        """Format of the images."""
+        data = self.config["data"]
+        return PixelFormat(data.get("channels", RGB.channels), data.get("depth", RGB.depth))
+
 
 class FitResize:
     """Resize images to the largest size within (height, width) that keeps the aspect ratio.
@@ -117,17 +124,18 @@ class ExportGraph(nn.Module):
     of at most ``max_detections`` detections, best first. With ``postprocess.nms`` the score of a duplicate is 0.
     """
 
-    def __init__(self, model: Detector, postprocess: Postprocess | None) -> None:
+    def __init__(self, model: Detector, postprocess: Postprocess | None, pixel_format: PixelFormat = RGB) -> None:
         super().__init__()
         self.model = model
         self.postprocess = postprocess
+        self.pixel_format = pixel_format
 
     def forward(
         self, images: Tensor, sizes: Tensor | None = None, references: Tensor | None = None
     ) -> tuple[Tensor, ...]:
-        """Padded images (B, 3, H, W) uint8; ``sizes`` (B, 2) int64, height and width without padding, None: the whole.
+        """Padded images (B, C, H, W); ``sizes`` (B, 2) int64, height and width without padding, None: the whole.
 
-        Images lie in the upper left corner. ``references`` (B, 3, H, W) uint8 are given if they are read.
+        Images lie in the upper left corner. ``references``, like the images, are given if they are read.
         """
         if references is not None:
             torch._check(references.shape == images.shape)  # tells the tracer that their open sizes are the same
@@ -258,7 +266,7 @@ def export_graph(exported: Exported, form: ExportSignature, device: torch.device
                 "exported"
             )
     model.decoder.aux_loss = False  # type: ignore[assignment]
-    return ExportGraph(model, exported.postprocess if form.postprocess else None).eval()
+    return ExportGraph(model, exported.postprocess if form.postprocess else None, exported.pixel_format).eval()
 
 
 def pads_by_size(model: nn.Module) -> bool:
@@ -272,6 +280,7 @@ def traced(
     *,
     padded: bool,
     references: bool = False,
+    pixel_format: PixelFormat = RGB,
     short_side: int = EXAMPLE_SIDE,
     device: torch.device | None = None,
 ) -> torch.export.ExportedProgram:
@@ -290,7 +299,7 @@ def traced(
         )
     height, width = form.size or (short_side, short_side * 5 // 4)
     count = form.batch or 2
-    images = torch.zeros(count, 3, height, width, dtype=torch.uint8, device=device)
+    images = pixel_values(pixel_format.blank(height, width)).to(device).repeat(count, 1, 1, 1)
     sizes = torch.tensor([[height, width]] * count, device=device) if padded else None
     arguments = (images, sizes, images.clone()) if references else (images, sizes) if padded else (images,)
     dynamic = torch.export.Dim.DYNAMIC
@@ -449,6 +458,8 @@ def file_metadata(exported: Exported, form: ExportSignature, license: str | None
         "nms_across_classes": exported.postprocess.nms_across_classes,
         "resize": resize,
         "grey_bits": data.get("grey_bits"),
+        "channels": exported.pixel_format.channels,
+        "depth": exported.pixel_format.depth,  # 16: the input is float32, value / 257
         **{name: _channels(backbone, name) for name in ("mean", "std")},
         "license": license,
         "versions": versions,

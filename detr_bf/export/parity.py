@@ -19,6 +19,7 @@ from torchvision.transforms.v2 import functional as transforms
 from detr_bf.common.errors import CommandError, InputError
 from detr_bf.common.structures import Batch, Target
 from detr_bf.common.text import printable
+from detr_bf.data.images import RGB, PixelFormat, pixel_values
 from detr_bf.data.references import other_size
 from detr_bf.data.transforms import SampleTransform, eval_sample
 from detr_bf.export.graph import ONNX_SUFFIX, OPENVINO_SUFFIX, ExportGraph, ExportSignature, imported
@@ -26,7 +27,7 @@ from detr_bf.export.runtime import FileDetector, OnnxDetector, OpenVinoDetector,
 
 logger = logging.getLogger(__name__)
 
-ImagePair: TypeAlias = tuple[Tensor, Tensor | None]  # image (3, h, w) uint8 and its reference; None: none is read
+ImagePair: TypeAlias = tuple[Tensor, Tensor | None]  # image (C, h, w) and its reference; None: none is read
 PairSample: TypeAlias = tuple[Tensor, Target] | tuple[Tensor, Target, Tensor | None]  # as Batch.collate takes it
 
 # Largest absolute differences; boxes are in fractions of the image.
@@ -105,17 +106,19 @@ def _scaled(sample: PairSample, scale: float) -> PairSample:
     return (image, replace(target, size=size), *references)
 
 
-def synthetic_pairs(references: bool) -> list[ImagePair]:
+def synthetic_pairs(references: bool, pixel_format: PixelFormat = RGB) -> list[ImagePair]:
     """Return the images of :func:`synthetic_images`, with ``references`` the mirror image of each beside it."""
-    return [(image, image.flip(-1) if references else None) for image in synthetic_images()]
+    images = synthetic_images(pixel_format=pixel_format)
+    return [(image, image.flip(-1) if references else None) for image in images]
 
 
-def synthetic_images(count: int = COMPARED_BATCH) -> list[Tensor]:
-    """Return images (3, h, w) uint8 of coloured patches in several aspect ratios."""
+def synthetic_images(count: int = COMPARED_BATCH, pixel_format: PixelFormat = RGB) -> list[Tensor]:
+    """Return images (C, h, w) of coloured patches in several aspect ratios."""
     generator = torch.Generator().manual_seed(0)
     sizes = [(480, 640), (640, 480), (375, 500)]
-    patches = (torch.randint(256, (3, 12, 16), generator=generator, dtype=torch.uint8) for _ in range(count))
-    return [transforms.resize(patch, list(size)) for patch, size in zip(patches, cycle(sizes), strict=False)]
+    patches = (pixel_format.random_pixels(12, 16, generator=generator) for _ in range(count))
+    images = [transforms.resize(pixel_values(patch), list(size)) for patch, size in zip(patches, cycle(sizes))]
+    return images if pixel_format.depth == 8 else [(image * 257).round().to(torch.uint16) for image in images]
 
 
 def compare_outputs(

@@ -157,8 +157,9 @@ class FileDetector(ABC):
             mask = F.pad(mask, (0, extra[1], 0, extra[0]), value=True)
         missing = 0 if self.form.batch is None else self.form.batch - len(images)
         images, mask = (torch.cat([part, part[-1:].expand(missing, *part.shape[1:])]) for part in (images, mask))
-        references = images[:, 3:].contiguous() if self.reads_references else None
-        return Batch(images[:, :3].contiguous(), mask, references=references)
+        channels = batch.images.shape[1]
+        references = images[:, channels:].contiguous() if self.reads_references else None
+        return Batch(images[:, :channels].contiguous(), mask, references=references)
 
     def _check_references(self, batch: Batch) -> None:
         """Raise InputError if references are read and the batch has none, or the other way round."""

@@ -14,7 +14,6 @@ from itertools import islice
 from time import monotonic
 from typing import Any
 
-import torch
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics
 from torch import Tensor
 
@@ -104,7 +103,7 @@ class StoppedError(Exception):
 class _Job:
     """An image in the queue."""
 
-    pixels: Tensor  # (3, H, W) uint8
+    pixels: Tensor  # (C, H, W)
     least: Tensor  # (K,) score from which the detections of each class are returned
     result: Future[Prediction]
     arrived: float
@@ -146,7 +145,7 @@ class Batcher:
         self._thread.start()
 
     def submit(self, pixels: Tensor, least: Tensor, reference: Tensor | None = None) -> Future[Prediction]:
-        """Put an image (3, H, W) uint8 into the queue; a result that is cancelled before its batch costs nothing.
+        """Put an image (C, H, W) into the queue; a result that is cancelled before its batch costs nothing.
 
         ``reference`` is needed by a detector that reads references, and by no other.
 
@@ -187,7 +186,7 @@ class Batcher:
 
     def _warm_up(self) -> None:
         """Run the detector once, which also compiles and allocates what the first image would wait for."""
-        start, blank = monotonic(), torch.zeros(3, 3, 4, dtype=torch.uint8)
+        start, blank = monotonic(), self.predictor.pixel_format.blank(3, 4)
         self._predict([blank], [blank])
         logger.info("warm-up pass: %.2f s", monotonic() - start)
 

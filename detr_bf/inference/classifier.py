@@ -19,7 +19,7 @@ from detr_bf.common.errors import InputError
 from detr_bf.common.structures import ClassMap
 from detr_bf.common.text import printable
 from detr_bf.config import RunConfig
-from detr_bf.data.images import MAX_PIXELS
+from detr_bf.data.images import MAX_PIXELS, RGB, PixelFormat
 from detr_bf.data.inputs import ImageLike, chunks, image_pixels
 from detr_bf.engine import Checkpoint, build_and_load
 from detr_bf.inference.prediction import summary
@@ -38,7 +38,7 @@ class ClassifierPredictor:
     transform: EvalTransform
     device: torch.device
     max_pixels: int = MAX_PIXELS  # of an image
-    grey_bits: int | None = None  # of 16-bit grey images, see read_image; None: each image has its own
+    pixel_format: PixelFormat = RGB  # of the images
     kind: ClassVar[str] = "a classifier"  # in messages
     __repr__ = summary
 
@@ -67,7 +67,7 @@ class ClassifierPredictor:
     def _classify(self, images: Mapping[str, ImageLike]) -> Iterator[Tensor]:
         batch = torch.stack(
             [
-                self.transform(image_pixels(image, name, self.max_pixels, grey_bits=self.grey_bits), 0)
+                self.transform(image_pixels(image, name, self.max_pixels, pixel_format=self.pixel_format), 0)
                 for name, image in images.items()
             ]
         )
@@ -98,5 +98,5 @@ def classifier_predictor(config: RunConfig, checkpoint: Checkpoint, source: Path
         transform=build_image_eval_transform(config.data.transforms),
         device=device,
         max_pixels=config.data.max_pixels,
-        grey_bits=config.data.grey_bits,
+        pixel_format=PixelFormat(grey_bits=config.data.grey_bits),
     )

@@ -12,6 +12,7 @@ from detr_bf.assembly.data import references_of_run
 from detr_bf.common.errors import InputError
 from detr_bf.common.text import printable
 from detr_bf.config import config_from_dict
+from detr_bf.data.images import RGB, PixelFormat
 from detr_bf.data.inputs import ImageLike
 from detr_bf.data.references import named_references
 from detr_bf.export.parity import ImagePair, synthetic_pairs
@@ -23,8 +24,8 @@ def compared_pairs(
     images: Iterable[ImageLike],
     references: Iterable[ImageLike],
     read: Callable[[Any, str], Tensor],
-    *,
     reads_references: bool,
+    pixel_format: PixelFormat = RGB,
 ) -> tuple[list[ImagePair], str]:
     """Read images and, with ``reads_references``, the reference of each; return them and their description.
 
@@ -42,7 +43,9 @@ def compared_pairs(
             f"the detector reads a reference of each image, and there are {len(given)} images and {len(others)} "
             "references: give one reference for each image, in the same order"
         )
-    return (read_pairs(given, others, read), "given") if given else (synthetic_pairs(reads_references), "synthetic")
+    if given:
+        return read_pairs(given, others, read), "given"
+    return synthetic_pairs(reads_references, pixel_format), "synthetic"
 
 
 def read_pairs(

@@ -6,7 +6,7 @@ import json
 import logging
 import math
 import shlex
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypedDict, overload
 
@@ -21,8 +21,9 @@ from detr_bf.common.progress import setup_logging
 from detr_bf.common.text import listed, printable
 from detr_bf.config import DetectionConfig, load_config, own_settings, packaged_configs, saved_config
 from detr_bf.config.common import AUTO
-from detr_bf.data.coco import read_annotations
+from detr_bf.data.coco import CocoAnnotations, read_annotations
 from detr_bf.data.formats import MASK_SPLITS, read_folder
+from detr_bf.data.image_headers import stored_format
 from detr_bf.inference.loading import VAL_NAMES, load, recipe_file
 from detr_bf.inference.predictor import Predictor
 from detr_bf.interop.published import get_published, published_for
@@ -265,6 +266,7 @@ def chosen_settings(files: Sequence[Path], given: Sequence[str], augment: str | 
     names, chosen = {each.partition("=")[0].strip() for each in given}, list[str]()
     if not any(name.startswith(_SPLIT_SETTINGS) for name in names):
         chosen += folder_splits(load_config(files, given, task="detection"))
+    chosen += stored_channels(load_config(files, [*given, *chosen], task="detection"), names)
     config: DetectionConfig = load_config(files, [*given, *chosen], task="detection")
     train, images = config.train, _train_images(config)
     steps = max(1, math.ceil(images / (train.batch_size * train.accumulate)))
@@ -306,12 +308,43 @@ def folder_splits(config: DetectionConfig) -> list[str]:
     return [f"{name}={json.dumps(value)}" for name, value in chosen.items() if value != before[name]]
 
 
+def stored_channels(config: DetectionConfig, names: Collection[str]) -> list[str]:
+    """Return the settings that read training images of other channels than RGB as stored; none for other images.
+
+    The headers of up to 500 images decide, which must agree (:func:`~detr_bf.data.image_headers.stored_format`).
+
+    Args:
+        config: with the training split.
+        names: of the settings that are given; none is chosen if the channels or the depth is among them.
+    """
+    if {"data.channels", "data.depth"} & set(names):
+        return []
+    folder, content = _given_images(config)
+    found = stored_format(folder, [image["file_name"] for image in content.images])
+    if found is None or found == (3, 8):
+        return []
+    chosen = [f"data.channels={found[0]}", f"data.depth={found[1]}"]
+    if config.model.backbone.frozen_stages and "model.backbone.frozen_stages" not in names:
+        chosen.append("model.backbone.frozen_stages=0")  # the first convolution must learn the channels
+    logger.info("the images have %d channels of %d bits: %s", *found, ", ".join(chosen))
+    return chosen
+
+
+def _given_images(config: DetectionConfig) -> tuple[Path, CocoAnnotations]:
+    """Return the folder of the training images and their annotations, before a division."""
+    data = config.data
+    if data.root:
+        return Path(data.root), read_folder(Path(data.root), data.format).split(data.train.split or "")
+    source = data_source(config, "train")
+    return source.images, read_annotations(source.annotations)
+
+
 def _train_images(config: DetectionConfig) -> float:
     """Return the number of training images, about as many of a divided folder."""
     data = config.data
+    images = len(_given_images(config)[1].images)
     if not data.root:
-        return len(read_annotations(data_source(config, "train").annotations).images)
-    images = len(read_folder(Path(data.root), data.format).split(data.train.split or "").images)
+        return images
     return images * ((data.folds - 1) / data.folds if data.folds else 1 - data.val_fraction)
 
 

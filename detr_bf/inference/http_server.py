@@ -42,7 +42,8 @@ from torch import Tensor
 
 from detr_bf.common.errors import InputError
 from detr_bf.common.text import printable
-from detr_bf.data.images import TooLargeError, decode_image, read_image
+from detr_bf.data.image_headers import TooLargeError
+from detr_bf.data.images import MissingPackageError, decode_image, read_image
 from detr_bf.data.references import other_size
 from detr_bf.inference.batching import Batcher, ServingMetrics, ServingOptions, StoppedError
 from detr_bf.inference.prediction import Prediction
@@ -112,7 +113,7 @@ class DetectorService:
         self.reference: Tensor | None = None
         if reference is not None:
             check_given(self.reads_references, reference)
-            self.reference = read_image(reference, max_pixels=self.max_pixels, grey_bits=predictor.grey_bits)
+            self.reference = read_image(reference, max_pixels=self.max_pixels, pixel_format=predictor.pixel_format)
         self.default_least = predictor.least_scores(options.threshold)  # an InputError now, not for each request
         self.metrics = ServingMetrics(options.batch_size)
         self.batcher = Batcher(predictor, options, self.metrics)
@@ -276,13 +277,16 @@ class DetectorService:
                 raise HTTPException(500, "the detector failed on this image") from error
 
     def _decode(self, data: bytes, boundary: bytes | None) -> list[Tensor]:
-        """Return the pixels (3, H, W) of the body, or of the image and its reference in a form."""
+        """Return the pixels (C, H, W) of the body, or of the image and its reference in a form."""
         files = {"body": data} if boundary is None else self._form_files(data, boundary)
         decoded = []
         for name in ("body", "image", "reference"):
             try:
                 if name in files:
-                    decoded.append(decode_image(files[name], self.max_pixels, grey_bits=self.predictor.grey_bits))
+                    form = self.predictor.pixel_format
+                    decoded.append(decode_image(files[name], self.max_pixels, pixel_format=form))
+            except MissingPackageError as error:
+                raise HTTPException(500, printable(error)) from None
             except TooLargeError:
                 shown = name.replace("body", "image")
                 raise HTTPException(413, f"the {shown} has more than {self.max_pixels:,} pixels") from None

@@ -26,7 +26,7 @@ from torchvision.transforms.v2 import functional as transforms
 from detr_bf.common.errors import InputError
 from detr_bf.common.structures import ClassMap, Detections, PanopticMap
 from detr_bf.common.text import counted, listed, printable
-from detr_bf.data.images import MAX_PIXELS, read_image
+from detr_bf.data.images import MAX_PIXELS, RGB, PixelFormat, displayed, read_image
 from detr_bf.data.masks import joined, outlines
 from detr_bf.evaluation import DEFAULT_THRESHOLD
 from detr_bf.evaluation.panoptic import EncodedMap, encode
@@ -88,11 +88,11 @@ class PredictedImage:
 
     Args:
         class_map: classes of the detector, which contiguous labels index into.
-        given: the file of the image, which is read again when it is needed, or its pixels (3, H, W) uint8.
+        given: the file of the image, which is read again when it is needed, or its pixels (C, H, W).
         source: path or URL of the image; "" if it was given as pixels.
         size: height and width of the image in pixels.
         max_pixels: largest image that is read.
-        grey_bits: of 16-bit grey images, see :func:`~detr_bf.data.images.read_image`.
+        pixel_format: of the image.
     """
 
     class_map: ClassMap = field(repr=False)
@@ -100,17 +100,21 @@ class PredictedImage:
     source: str
     size: tuple[int, int]
     max_pixels: int = MAX_PIXELS
-    grey_bits: int | None = None
+    pixel_format: PixelFormat = RGB
 
     @property
     def image(self) -> Tensor:
-        """Pixels (3, H, W) uint8 RGB (InputError: its file was removed, or replaced by an image of another size)."""
+        """Picture (3, H, W) uint8, see :func:`~detr_bf.data.images.displayed`.
+
+        Raises:
+            InputError: its file was removed, or replaced by an image of another size.
+        """
         if isinstance(self.given, Tensor):
-            return self.given
-        pixels = read_image(self.given, max_pixels=self.max_pixels, grey_bits=self.grey_bits)
+            return displayed(self.given)
+        pixels = read_image(self.given, max_pixels=self.max_pixels, pixel_format=self.pixel_format)
         if pixels.shape[1:] != self.size:
             raise InputError(f"{self.source} has changed since it was predicted: its size is another one")
-        return pixels
+        return displayed(pixels)
 
     @property
     def class_indices(self) -> list[int]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias, TypedDic
 import torch
 from torch import Tensor
 
-from detr_bf.assembly import build_eval_transform, build_panoptic_postprocess, build_postprocess
+from detr_bf.assembly import build_eval_transform, build_panoptic_postprocess, build_pixel_format, build_postprocess
 from detr_bf.common.errors import InputError
 from detr_bf.common.progress import progress_bar
 from detr_bf.common.structures import Batch, ClassMap
@@ -24,7 +24,7 @@ from detr_bf.common.text import printable
 from detr_bf.config import DetectionConfig
 from detr_bf.data.batches import SameSizeBatches
 from detr_bf.data.coco import CocoAnnotations, CocoDetection, read_annotations
-from detr_bf.data.images import MAX_PIXELS
+from detr_bf.data.images import MAX_PIXELS, RGB, PixelFormat, displayed
 from detr_bf.data.inputs import ImageLike, by_size, check_batch_size, chunks, image_files, image_pixels, is_url
 from detr_bf.data.loader import make_loader
 from detr_bf.data.references import own_references
@@ -58,7 +58,7 @@ class ReadImage(NamedTuple):
 
     number: int
     given: ImageLike
-    pixels: Tensor  # (3, H, W) uint8
+    pixels: Tensor  # (C, H, W)
     reference: Tensor | None = None  # likewise
 
 
@@ -119,7 +119,7 @@ class Predictor:
     postprocess: Postprocess
     panoptic_postprocess: PanopticPostprocess
     max_pixels: int = MAX_PIXELS  # of an image
-    grey_bits: int | None = None  # of 16-bit grey images, see read_image; None: each image has its own
+    pixel_format: PixelFormat = RGB  # of the images
     thresholds: ScoreThresholds | None = None  # of the checkpoint
     origin: SourceCheckpoint | None = None  # the checkpoint; None: no weights that could be saved, or exported
     kind: ClassVar[str] = "a detector"  # in messages
@@ -130,7 +130,7 @@ class Predictor:
         """Return the predictor of a detector with the settings of its run; ``fields`` are others of the class."""
         transform, postprocess = build_eval_transform(config), build_postprocess(config)
         panoptic, data = build_panoptic_postprocess(config, class_map), config.data
-        parts = (transform, postprocess, panoptic, data.max_pixels, data.grey_bits)
+        parts = (transform, postprocess, panoptic, data.max_pixels, build_pixel_format(data))
         return cls(backend, class_map, *parts, **fields)
 
     @property
@@ -291,6 +291,7 @@ class Predictor:
         """
         check_batch_size(batch_size)
         call = _Call(self.backend.on(device), self.least_scores(threshold), batch_size, half, check_tile(tile))
+        self.pixel_format.check_rgb("frames of videos are")
         if names_folder(reference):
             raise InputError(f"{printable(reference)} is a folder: give one reference image for all frames of a video")
         references = self.references(reference, str(video))
@@ -417,6 +418,7 @@ class Predictor:
                 cannot be written.
         """
         config = self._checkpoint("written for transformers").config
+        self.pixel_format.check_rgb("detectors of transformers get")
         left_out = write_transformers_folder(Path(folder), self.model, self.class_map, config)
         logger.info(
             "%s: transformers gives the same outputs%s",
@@ -466,7 +468,7 @@ class Predictor:
         config = self._checkpoint("exported").config
         read: Callable[[Any, str], Tensor] = partial(image_pixels, **self._limits)
         reads = self.backend.reads_references
-        given, source = compared_pairs(images or (), references or (), read, reads_references=reads)
+        given, source = compared_pairs(images or (), references or (), read, reads, self.pixel_format)
         files, others = calibration_pairs(precision, calibration, calibration_references, config if reads else None)
         paired = GivenReferences(others or None, read, files)
         exported = Exported(self.model, self.class_map, self.transform, self.postprocess, self.thresholds, config)
@@ -536,7 +538,7 @@ class Predictor:
         source = str(given) if isinstance(given, (str, os.PathLike)) else ""
         return {
             "class_map": self.class_map,
-            "given": Path(source) if source and not is_url(source) else pixels,
+            "given": Path(source) if source and not is_url(source) else displayed(pixels),
             "source": source,
             "size": (pixels.shape[-2], pixels.shape[-1]),
             **self._limits,
@@ -545,7 +547,7 @@ class Predictor:
     @property
     def _limits(self) -> dict[str, Any]:
         """Return the arguments with which images are read."""
-        return {"max_pixels": self.max_pixels, "grey_bits": self.grey_bits}
+        return {"max_pixels": self.max_pixels, "pixel_format": self.pixel_format}
 
     def _predict(self, lists: Iterable[Sequence[ReadImage]], call: _Call) -> Iterator[Prediction]:
         """Yield the predictions of lists of images, of which each image may be divided into several samples."""

@@ -82,11 +82,11 @@ class GivenReferences:
         return "images cannot be read" if self._none else "images or their references cannot be used"
 
     def __call__(self, number: int, image: object, pixels: Tensor, name: str) -> Tensor | None:
-        """Return the reference (3, H, W) uint8 of an image.
+        """Return the reference (C, H, W) of an image.
 
         Args:
             number: index of the image; higher than that of the call before.
-            pixels: of the image, (3, H, W).
+            pixels: of the image, (C, H, W).
             name: what a message calls an image that is not a file.
 
         Raises:

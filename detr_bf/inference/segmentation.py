@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from detr_bf.common.devices import device_of
 from detr_bf.common.errors import InputError
 from detr_bf.common.structures import Batch, ClassMap
-from detr_bf.data.images import MAX_PIXELS
+from detr_bf.data.images import MAX_PIXELS, RGB, PixelFormat
 from detr_bf.data.inputs import ImageLike, image_pixels
 from detr_bf.engine import Checkpoint, build_and_load
 from detr_bf.inference.prediction import summary
@@ -35,7 +35,7 @@ class SegmentationPredictor:
     transform: EvalResize
     device: torch.device
     max_pixels: int = MAX_PIXELS  # of an image
-    grey_bits: int | None = None  # of 16-bit grey images, see read_image; None: each image has its own
+    pixel_format: PixelFormat = RGB  # of the images
     kind: ClassVar[str] = "a segmentation network"  # in messages
     __repr__ = summary
 
@@ -46,7 +46,7 @@ class SegmentationPredictor:
         Raises:
             InputError: it is no image, it cannot be read, or the model's answer is not finite.
         """
-        pixels = image_pixels(image, "the image", self.max_pixels, grey_bits=self.grey_bits)
+        pixels = image_pixels(image, "the image", self.max_pixels, pixel_format=self.pixel_format)
         resized, _ = self.transform(pixels, torch.empty(0))
         size, original = (resized.shape[1], resized.shape[2]), (pixels.shape[1], pixels.shape[2])
         batch = Batch(resized[None], torch.zeros(1, *size, dtype=torch.bool))
@@ -66,5 +66,5 @@ def segmentation_predictor(config: SegmentationConfig, checkpoint: Checkpoint, s
         transform=build_eval_resize(config.data.transforms),
         device=device,
         max_pixels=config.data.max_pixels,
-        grey_bits=config.data.grey_bits,
+        pixel_format=PixelFormat(grey_bits=config.data.grey_bits),
     )

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from detr_bf.assembly import build_criterion
+from detr_bf.assembly.data import build_pixel_format
 from detr_bf.assembly.training import PRECISIONS, precision_of
 from detr_bf.common import distributed
 from detr_bf.common.errors import InputError
@@ -21,6 +22,7 @@ from detr_bf.common.structures import Batch, Target
 from detr_bf.common.text import counted
 from detr_bf.config import DetectionConfig
 from detr_bf.data.coco import CocoDetection
+from detr_bf.data.images import RGB, PixelFormat, pixel_values
 from detr_bf.data.transforms import resized_size
 from detr_bf.detectors import Detector
 from detr_bf.engine import TrainingStep
@@ -50,7 +52,14 @@ def fit_batch(config: DetectionConfig, model: Detector, data: CocoDetection, dev
     objects = int(data.class_counts_of_images.sum(1).max()) if len(data) else 0
 
     def attempt(size: int) -> None:
-        batch = worst_batch(size, (height, width), objects, config.model.masks, config.reads_references("train"))
+        batch = worst_batch(
+            size,
+            (height, width),
+            objects,
+            config.model.masks,
+            config.reads_references("train"),
+            build_pixel_format(config.data),
+        )
         trial_step(config, model, batch, device)
 
     planned = copy.deepcopy(config)
@@ -126,7 +135,9 @@ def worst_size(config: DetectionConfig, data: CocoDetection) -> tuple[int, int]:
     return max(size[0] for size in resized), max(size[1] for size in resized)
 
 
-def worst_batch(count: int, size: tuple[int, int], objects: int, masks: bool, references: bool) -> Batch:
+def worst_batch(
+    count: int, size: tuple[int, int], objects: int, masks: bool, references: bool, pixel_format: PixelFormat = RGB
+) -> Batch:
     """Return B random images of ``size`` without padding, each with T objects that cover most of it.
 
     ``references`` adds a reference to each.
@@ -142,7 +153,7 @@ def worst_batch(count: int, size: tuple[int, int], objects: int, masks: bool, re
         )
         for index in range(count)
     )
-    images = torch.randint(256, (count, 3, *size), dtype=torch.uint8)
+    images = pixel_values(pixel_format.random_pixels(count, *size))
     padding_mask = torch.zeros(count, *size, dtype=torch.bool)
     return Batch(images, padding_mask, targets, images.flip(0) if references else None)
 

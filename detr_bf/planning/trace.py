@@ -29,10 +29,12 @@ from torch.utils.flop_counter import flop_registry
 from torch.utils.hooks import RemovableHandle
 
 from detr_bf.assembly import build_classification, build_model
+from detr_bf.assembly.data import build_pixel_format
 from detr_bf.assembly.model import train_low_rank
 from detr_bf.batchformer.mixers import BatchEncoderLayer
 from detr_bf.common.structures import Batch, Outputs, Target
 from detr_bf.config import DetectionConfig
+from detr_bf.data.images import pixel_values
 from detr_bf.detectors import Detector
 from detr_bf.ops import library
 from detr_bf.transformer import Encoder
@@ -119,7 +121,7 @@ def trace(
         recorder = Recorder(model, recompute=recompute, processes=processes if config.batch_former.gather else 1)
         with recorder, FusedAttention() if device == "cuda" else nullcontext():
             count = settings.train.batch_size
-            images = torch.zeros(count, 3, *size, dtype=torch.uint8)
+            images = pixel_values(build_pixel_format(config.data).blank(*size)).repeat(count, 1, 1, 1)
             references = images.clone() if settings.reads_references("train") else None
             batch = Batch(images, torch.zeros(count, *size, dtype=torch.bool), (objects,) * count, references)
             with autocast(device, HALF.get(settings.train.precision)):

@@ -24,7 +24,8 @@ from detr_bf.common.structures import ClassMap, Target
 from detr_bf.common.text import counted, listed, printable
 from detr_bf.data.batches import SampleKey, read_or_replace
 from detr_bf.data.coco import read_annotations
-from detr_bf.data.images import header_size, image_bytes, is_deep, open_image, read_image
+from detr_bf.data.image_headers import header_size
+from detr_bf.data.images import PixelFormat, image_bytes, is_deep, open_image, read_image
 from detr_bf.data.inputs import is_image_file
 from detr_bf.evaluation import PanopticFile
 from detr_bf.evaluation.semantic import merge_segments
@@ -69,7 +70,8 @@ class LabelledFiles:
         height, width = labels.shape
         path = self.images / self.names[index]
         try:
-            return read_image(path, (height, width), self.max_pixels, grey_bits=self.grey_bits), labels
+            pixel_format = PixelFormat(grey_bits=self.grey_bits)
+            return read_image(path, (height, width), self.max_pixels, pixel_format=pixel_format), labels
         except InputError as error:
             size = header_size(path)
             if size is None or (height, width) in (size, size[::-1]):

@@ -22,6 +22,7 @@ from detr_bf.config import DetectionConfig
 from detr_bf.data.augment import Augmentation
 from detr_bf.data.batches import SampleKey
 from detr_bf.data.coco import CocoDetection
+from detr_bf.data.images import displayed
 from detr_bf.data.transforms import Sample, mixup
 from detr_bf.report import Augmented, augmented_sheet, class_labels
 
@@ -125,4 +126,4 @@ def _with(data: CocoDetection, augment: Augmentation | None) -> CocoDetection:
 def _shown(image: Tensor, target: Target) -> Augmented:
     height, width = target.size
     boxes = box_convert(target.boxes, "cxcywh", "xyxy") * torch.tensor([width, height] * 2)
-    return Augmented(image[:, :height, :width], boxes, target.labels)
+    return Augmented(displayed(image[:, :height, :width]), boxes, target.labels)

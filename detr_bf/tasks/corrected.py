@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from detr_bf.assembly.data import data_root, data_sources, references_folder
+from detr_bf.assembly.data import build_pixel_format, data_root, data_sources, references_folder
 from detr_bf.common.errors import InputError
 from detr_bf.common.files import (
     atomic_write,
@@ -77,6 +77,7 @@ def write_corrected(config: DetectionConfig, output: Path) -> str:
         masks=config.model.masks or config.data.augment.copy_paste > 0,
         workers=max(1, config.data.workers),
         max_pixels=config.data.max_pixels,
+        pixel_format=build_pixel_format(config.data),
     )
     kept = {name: Source(each.images, each.content) for name, each in splits.items()}
     report = DetectionTask(config).examine(kept)

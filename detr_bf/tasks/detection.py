@@ -19,6 +19,7 @@ from torch import Tensor
 from detr_bf.assembly.data import (
     augmented_epochs,
     build_loader,
+    build_pixel_format,
     build_train_data,
     build_val_data,
     check_enough_tokens,
@@ -38,12 +39,15 @@ from detr_bf.assembly.model import (
     build_model,
     build_panoptic_postprocess,
     build_postprocess,
+    fit_channels,
     num_detections,
     train_low_rank,
 )
 from detr_bf.assembly.training import (
+    adopt_pixels,
     build_groups,
     choose_grey_bits,
+    choose_normalization,
     epoch_batches,
     precision_of,
     read_initial_weights,
@@ -61,6 +65,7 @@ from detr_bf.data.checks.report import Split
 from detr_bf.data.checks.statistics import describe_splits
 from detr_bf.data.coco import CocoDetection, Source, check_annotations, read_annotations
 from detr_bf.data.columns import values_of
+from detr_bf.data.images import pixel_values
 from detr_bf.data.references import own_files
 from detr_bf.data.transforms import mixup
 from detr_bf.detectors import Detector
@@ -116,7 +121,7 @@ class DetectionTask(Task[DetectionConfig]):
             max_detections=self.config.eval.max_detections,
             workers=max(1, self.config.data.workers),
             max_pixels=self.config.data.max_pixels,
-            grey_bits=self.config.data.grey_bits,
+            pixel_format=build_pixel_format(self.config.data),
             training=training_amount(self.config),
             references=reference_folders(self.config),
         )
@@ -166,7 +171,9 @@ class DetectionTask(Task[DetectionConfig]):
             own = references_folder(self.config, "train")
             files = [file for file in own_files(images, source.images, own) if file is not None]
             folders.append((own or source.images, [str(file.relative_to(own or source.images)) for file in files]))
-        choose_grey_bits(self.config.data, *folders)
+        if self.config.data.depth == 8 and self.config.data.channels in (1, 3):
+            choose_grey_bits(self.config.data, *folders)
+        choose_normalization(self.config.data, *folders[0])
         data = build_train_data(self.config)
         check_enough_tokens(self.config, data, "train")
         return data
@@ -196,7 +203,14 @@ class DetectionTask(Task[DetectionConfig]):
         config, frozen = self.config, self.config.freeze.detector
         trained = r"mask_head\." if frozen else TRAINED_WITH_LOW_RANK if config.freeze.lora else None
         if config.init_from:
-            weights = self.fit_classes(model, read_initial_weights(Path(config.init_from)), classes, frozen=frozen)
+            read = read_initial_weights(Path(config.init_from))
+            weights = fit_channels(model, read, config.data.channels, config.init_from)
+            if trained and weights is not read and config.data.channels != 1:
+                raise InputError(
+                    f"init_from: {config.init_from} was trained on RGB, and the first convolution, which must learn "
+                    f"data.channels={config.data.channels}, is frozen: leave out freeze.lora or freeze.detector"
+                )
+            weights = self.fit_classes(model, weights, classes, frozen=frozen)
             logger.info(load_fitting(model, weights, config.init_from, trained))
 
     def prepare_training(self, model: Detector) -> Detector:
@@ -205,7 +219,7 @@ class DetectionTask(Task[DetectionConfig]):
         return model
 
     def adopt_settings(self, checkpoint: Checkpoint) -> None:
-        """Take over what the run chose: grey_bits, batch size and accumulation, for as many images of a step.
+        """Take over what the run chose: how pixels are read and normalised, and the batch size for the same steps.
 
         Its ``init_from`` stays too: learning rates that are ``auto`` depend on it.
 
@@ -223,8 +237,7 @@ class DetectionTask(Task[DetectionConfig]):
         if given not in (None, stored.init_from):
             text = "init_from=%s is not used: the run started from %s, and goes on from its last checkpoint"
             logger.warning(text, given, stored.init_from or "the weights of the backbone")
-        if self.config.data.grey_bits is None:
-            self.config.data.grey_bits = stored.data.grey_bits
+        adopt_pixels(self.config.data, stored.data)
         train, before = self.config.train, stored.train
         images, then = (each.batch_size * each.accumulate for each in (train, before))
         if train.auto_batch and before.auto_batch and images == then:
@@ -271,6 +284,12 @@ class DetectionTask(Task[DetectionConfig]):
             weights, classes = _weights_and_classes(self.config, source)
         else:
             weights, classes = checkpoint.weights, checkpoint.classes
+        data = self.config.data
+        if not (data.is_rgb or data.mean):
+            raise InputError(
+                f"neither {source} nor the config says the data.mean and data.std of data.channels={data.channels} and "
+                f"data.depth={data.depth}, with which the detector was trained: give both"
+            )
         unused = training_only(self.config)
         plain = copy.deepcopy(self.config)
         plain.plugins.relative_localization.enabled = False
@@ -356,7 +375,7 @@ def random_batch(config: DetectionConfig) -> Batch:
     cells = math.ceil(math.sqrt(config.model.num_queries))
     side = 32 * math.ceil(max(RANDOM_SIDE, min(config.model.all_strides) * cells) / 32)
     generator = torch.Generator().manual_seed(0)
-    images = torch.randint(256, (2, 3, side, side + 32), generator=generator, dtype=torch.uint8)
+    images = pixel_values(build_pixel_format(config.data).random_pixels(2, side, side + 32, generator=generator))
     padding_mask = torch.zeros(2, side, side + 32, dtype=torch.bool)
     padding_mask[1, side - 40 :] = True
     padding_mask[1, :, side - 72 :] = True
@@ -367,7 +386,7 @@ def random_batch(config: DetectionConfig) -> Batch:
 def _weights_and_classes(config: DetectionConfig, source: Path) -> tuple[dict[str, Tensor], ClassMap]:
     """Return weights and classes; a checkpoint of ours holds its classes, a file of weights does not.
 
-    ``data.grey_bits`` become those of the checkpoint if they are not given (in-place).
+    ``data.grey_bits``, ``data.mean`` and ``data.std`` become those of the checkpoint if not given (in-place).
 
     Weights with as many classes as the annotations are taken to have those, in the order of the ids; weights with more
     are taken to be numbered by category id, as in the authors' files.
@@ -378,8 +397,8 @@ def _weights_and_classes(config: DetectionConfig, source: Path) -> tuple[dict[st
     if is_checkpoint(source):
         checkpoint = load_checkpoint(source)
         stored = config_from_dict(checkpoint.config, source=f"the config in {source}")
-        if config.data.grey_bits is None and isinstance(stored, DetectionConfig):
-            config.data.grey_bits = stored.data.grey_bits
+        if isinstance(stored, DetectionConfig):
+            adopt_pixels(config.data, stored.data)
         if config.data.val_fraction or config.data.folds:
             val = build_val_data(config, checkpoint.classes).fingerprint(quick=True)
             warn_of_other_division(val, checkpoint, source)

@@ -14,6 +14,7 @@ from detr_bf.common.files import SUSPECTS_FILE, WORST_FILE, WORST_MAPS_FILE, wri
 from detr_bf.common.structures import ClassMap, Target
 from detr_bf.config import DetectionConfig
 from detr_bf.data.batches import SampleKey
+from detr_bf.data.images import displayed
 from detr_bf.engine import DetectionEvaluator, RunFolder
 from detr_bf.evaluation import DEFAULT_THRESHOLD, PanopticFile
 from detr_bf.report import (
@@ -80,7 +81,7 @@ def _write_errors(folder: RunFolder, config: DetectionConfig, threshold: float, 
 
     def read(image_id: int) -> tuple[Tensor, str]:
         image, target, *_ = data[SampleKey(0, index[image_id])]
-        return image, target.file_name
+        return displayed(image), target.file_name
 
     if worst := worst_images(images, threshold, most):
         with tolerating(str(files[0])):
@@ -137,4 +138,4 @@ def _shown_images(config: DetectionConfig, class_map: ClassMap) -> Iterator[tupl
     data = build_val_data(config, class_map, transform=lambda sample: sample, references=False)
     for index in torch.linspace(0, len(data) - 1, min(config.eval.pictures, len(data))).tolist():
         image, target, *_ = data[SampleKey(0, round(index))]
-        yield image, target
+        yield displayed(image), target

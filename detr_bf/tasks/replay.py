@@ -12,7 +12,8 @@ import torch
 from detr_bf.assembly.training import PRECISIONS
 from detr_bf.common.devices import device_of, float32_products
 from detr_bf.common.errors import InputError
-from detr_bf.config import RunConfig, config_from_dict, known_keys
+from detr_bf.common.structures import Batch
+from detr_bf.config import DetectionConfig, RunConfig, config_from_dict, known_keys
 from detr_bf.engine.recovery import Capture, Fault, find_fault, load_capture
 from detr_bf.engine.step import TrainingStep
 from detr_bf.tasks import task_of
@@ -81,6 +82,11 @@ def replay(source: Path, *, device: str = "auto", precision: str | None = None, 
     capture = load_capture(source, lambda stored: task_of(config_of(stored)).batch_type)
     config = config_of(capture.config)
     config.device = device
+    channels = {each.images.shape[1] for each in capture.batches if isinstance(each, Batch)}
+    if isinstance(config, DetectionConfig) and channels != {config.data.channels}:
+        raise InputError(
+            f"{source}: its images do not have data.channels={config.data.channels}: use another copy of it"
+        )
     target, dtype = device_of(config.device), capture.precision if precision is None else PRECISIONS[precision]
     differences = _differences(capture, config, target, dtype)
     config.train.compile = False

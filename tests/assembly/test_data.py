@@ -14,6 +14,7 @@ from detr_bf.assembly.data import build_val_data
 from detr_bf.common.errors import InputError
 from detr_bf.config import DetectionConfig, config_from_dict, config_to_dict, load_config
 from detr_bf.data.batches import SampleKey
+from detr_bf.data.images import PixelFormat
 from detr_bf.data.inputs import image_pixels
 from detr_bf.engine import Checkpoint, RunFolder
 from detr_bf.tasks.detection import DetectionTask, _panoptic_evaluation, build_evaluation
@@ -135,7 +136,7 @@ def test_16_bit_images_are_scaled_by_the_bits_of_the_training_images(
     resumed.adopt_settings(Checkpoint({}, classes.to_dict(), config_to_dict(task.config)))
     assert resumed.config.data.grey_bits == 12
     for given in (file, file.read_bytes(), Image.open(file), np.asarray(Image.open(file))):
-        assert torch.equal(image_pixels(given, "it", grey_bits=12), pixels)
+        assert torch.equal(image_pixels(given, "it", pixel_format=PixelFormat(grey_bits=12)), pixels)
 
 
 def test_the_pixel_limit_reaches_every_reader(root: Path, tmp_path: Path) -> None:

@@ -188,3 +188,41 @@ def test_normalize_leaves_its_argument_unchanged() -> None:
     result = normalize(images, padding, torch.full((3, 1, 1), 3.0), torch.full((3, 1, 1), 2.0))
     assert torch.equal(images, torch.full((1, 3, 2, 2), 7.0))
     assert torch.equal(result, torch.tensor([2.0, 0.0]).view(1, 1, 2, 1).expand(1, 3, 2, 2))
+
+
+@pytest.mark.parametrize("channels", [1, 2, 4, 7])
+def test_other_channels_keep_the_response_to_grey(channels: int) -> None:
+    """An image whose normalised channels are all equal has the features that it has in RGB."""
+    torch.manual_seed(0)
+    rgb = build(strides=[8]).eval()
+    torch.manual_seed(0)
+    other = build(strides=[8], channels=channels, mean=[0.4] * channels, std=[0.2] * channels).eval()
+    before, weight = rgb.body.conv1.weight, other.body.conv1.weight
+    assert weight.shape[1] == channels
+    if channels > 3:
+        torch.testing.assert_close(weight[:, :3], before * 3 / channels)
+        torch.testing.assert_close(weight[:, 3:], before.mean(1, keepdim=True).expand_as(weight[:, 3:]) * 3 / channels)
+    values, mask = torch.rand(1, 1, 64, 64) * 255, torch.zeros(1, 64, 64, dtype=torch.bool)
+    with torch.no_grad():
+        [found] = other(values.expand(-1, channels, -1, -1), mask)
+        [expected] = rgb((values / 255 - 0.4) / 0.2 * rgb.std + rgb.mean, mask)
+    torch.testing.assert_close(found.tensor, expected.tensor, rtol=1e-3, atol=1e-4)
+    unknown = build(strides=[8], channels=channels)
+    torch.testing.assert_close(unknown.mean, torch.full((channels, 1, 1), 255 * (0.485 + 0.456 + 0.406) / 3))
+
+
+def test_channels_and_references_widen_one_after_the_other() -> None:
+    """The weights of the references are zero: they change nothing before training."""
+    torch.manual_seed(0)
+    alone = build(strides=[8], channels=5).eval()
+    torch.manual_seed(0)
+    stacked = build(strides=[8], channels=5, reference="stack").eval()
+    images, mask = torch.rand(1, 5, 32, 32) * 255, torch.zeros(1, 32, 32, dtype=torch.bool)
+    assert stacked.body.conv1.in_channels == 10
+    with torch.no_grad():
+        torch.testing.assert_close(stacked(images, mask, images.flip(-1))[0].tensor, alone(images, mask)[0].tensor)
+    with pytest.raises(InputError, match=r"channels=5: the first convolution must learn the channels: set frozen"):
+        build(channels=5, frozen_stages=1)
+    with pytest.raises(InputError, match="set frozen_stages=0"):
+        build(channels=1, frozen_stages=1, reference="stack")
+    assert not build(channels=1, frozen_stages=1).body.conv1.weight.requires_grad

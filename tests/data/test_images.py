@@ -14,7 +14,8 @@ from PIL import Image
 from PIL.ImageFile import ImageFile
 
 from detr_bf.common.errors import InputError
-from detr_bf.data.images import ImageSizes, boxes_as_stored, check_image, decode_image, read_image
+from detr_bf.data.image_headers import ImageSizes, boxes_as_stored
+from detr_bf.data.images import PixelFormat, check_image, decode_image, read_image
 from detr_bf.data.masks import read_ids
 
 RED, BLUE = (220, 20, 20), (20, 20, 220)
@@ -116,8 +117,8 @@ def test_16_bit_grey_is_scaled_by_the_bits_of_the_data_set(tmp_path: Path) -> No
     Image.fromarray(np.array([values], dtype=np.uint16)).save(tmp_path / "a.png")
     data = (tmp_path / "a.png").read_bytes()
     for bits, shown in ((12, [0, 1, 63, 255, 255]), (16, [0, 0, 3, 15, 255]), (8, [0, 16, 255, 255, 255])):
-        assert read_image(tmp_path / "a.png", grey_bits=bits)[0].tolist() == [shown]
-        assert decode_image(data, grey_bits=bits)[0].tolist() == [shown]
+        assert read_image(tmp_path / "a.png", pixel_format=PixelFormat(grey_bits=bits))[0].tolist() == [shown]
+        assert decode_image(data, pixel_format=PixelFormat(grey_bits=bits))[0].tolist() == [shown]
 
 
 def test_16_bit_colour_is_read_by_its_upper_bits(tmp_path: Path) -> None:

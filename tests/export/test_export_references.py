@@ -25,6 +25,7 @@ from detr_bf.backbones.backbone import Backbone, Network
 from detr_bf.commands.benchmark import _call as call_of_benchmark
 from detr_bf.common.errors import InputError
 from detr_bf.common.structures import Batch, Outputs
+from detr_bf.data.images import PixelFormat
 from detr_bf.data.transforms import eval_sample
 from detr_bf.export import Exported, ExportSignature, ParityError, parity_table, synthetic_images
 from detr_bf.export.runtime import FileDetector
@@ -430,7 +431,7 @@ def test_references_of_validation_images_need_no_training_data(
 def test_the_command_reads_16_bit_images_as_the_run_did(pairs: tuple[Predictor, Path, str], tmp_path: Path) -> None:
     values = np.random.default_rng(0).integers(0, 2**12, (48, 64), dtype=np.uint16)
     Image.fromarray(values).save(tmp_path / "1.png")
-    original = replace(pairs[0], grey_bits=14)
+    original = replace(pairs[0], pixel_format=PixelFormat(grey_bits=14))
     images, references, _ = command._images(original, tmp_path, tmp_path)
     for found in (images, references):
         assert found is not None

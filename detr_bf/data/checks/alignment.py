@@ -15,7 +15,7 @@ from torch import Tensor
 
 from detr_bf.common.progress import progress_bar
 from detr_bf.data.checks.files import ImageRecord, check_files
-from detr_bf.data.images import read_image
+from detr_bf.data.images import RGB, PixelFormat, pixel_values, read_image
 
 LONGEST_SIDE = 640  # pixels; larger images are reduced by a whole number before they are compared
 LEAST_SHIFT = 2  # pixels of the image
@@ -48,21 +48,21 @@ class OwnReferences:
     max_pixels: int
 
     def alignments(
-        self, pairs: Mapping[int, tuple[Path, tuple[int, int] | None]], *, grey_bits: int | None, as_stored: bool
+        self, pairs: Mapping[int, tuple[Path, tuple[int, int] | None]], *, pixel_format: PixelFormat, as_stored: bool
     ) -> dict[int, Alignment]:
         """Return the alignment of some images.
 
         Args:
             pairs: file and annotated size of an image by its index; image and reference can be read and have one size.
-            grey_bits: of 16-bit grey images.
+            pixel_format: of the images.
             as_stored: see :func:`read_image`.
         """
 
         def compare(index: int) -> Alignment:
             (file, size), reference = pairs[index], self.files[index]
             assert reference is not None, "it can be read"
-            read = partial(read_image, max_pixels=self.max_pixels, grey_bits=grey_bits, as_stored=as_stored)
-            return alignment(read(file, size), read(reference, size))
+            read = partial(read_image, max_pixels=self.max_pixels, pixel_format=pixel_format, as_stored=as_stored)
+            return alignment(pixel_values(read(file, size)), pixel_values(read(reference, size)))
 
         with ThreadPool(max(1, self.workers)) as pool:
             found = pool.imap(compare, pairs)
@@ -71,16 +71,21 @@ class OwnReferences:
 
 
 def open_references(
-    files: Sequence[Path | None], folder: Path, cache: Path, workers: int, max_pixels: int
+    files: Sequence[Path | None],
+    folder: Path,
+    cache: Path,
+    workers: int,
+    max_pixels: int,
+    pixel_format: PixelFormat = RGB,
 ) -> OwnReferences:
     """Read the records of reference files, which are paths below ``folder``."""
     names = {str(file.relative_to(folder)): file for file in files if file is not None}
-    records = check_files(ImageRecord, folder, names, cache, workers, max_pixels)
+    records = check_files(ImageRecord, folder, names, cache, workers, max_pixels, pixel_format)
     return OwnReferences(files, {names[name]: record for name, record in records.items()}, workers, max_pixels)
 
 
 def alignment(image: Tensor, reference: Tensor) -> Alignment:
-    """Compare an image with its reference, both (3, H, W) uint8.
+    """Compare an image with its reference, both (C, H, W) with values from 0 to 255.
 
     Pixels differ if their grey values are apart by more than half of the image's standard deviation and by more than 8
     of 255 levels, after the difference in mean brightness is removed. The shift is the peak of the phase correlation,
@@ -100,7 +105,7 @@ def _grey(pixels: Tensor, step: int) -> Grey:
     """Return the grey values, each the mean of a square of ``step`` pixels, without their mean."""
     rows, columns = (min(step, side) for side in pixels.shape[-2:])
     height, width = pixels.shape[-2] // rows, pixels.shape[-1] // columns
-    whole = pixels.numpy()[:, : height * rows, : width * columns].reshape(3, height, rows, width, columns)
+    whole = pixels.numpy()[:, : height * rows, : width * columns].reshape(-1, height, rows, width, columns)
     reduced: Grey = whole.mean((0, 2, 4), dtype=np.float32)
     return reduced - reduced.mean()
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from detr_bf.common.files import cache_folder
-from detr_bf.common.text import counted, printable
+from detr_bf.common.text import counted, listed, printable
 from detr_bf.data.annotation_values import (
     BOX_ROUNDING,
     annotated_size,
@@ -37,7 +37,14 @@ from detr_bf.data.annotation_values import (
     value_text,
 )
 from detr_bf.data.checks.alignment import open_references
-from detr_bf.data.checks.files import ImageRecord, MapRecord, check_files, existing_name, grey_bits_of
+from detr_bf.data.checks.files import (
+    ImageRecord,
+    MapRecord,
+    channel_statistics,
+    check_files,
+    existing_name,
+    grey_bits_of,
+)
 from detr_bf.data.checks.learning import Training, learned_from, learning_findings, learning_lines
 from detr_bf.data.checks.masks import MASK_CHECKS
 from detr_bf.data.checks.references import REFERENCE_CHECKS, held_out_references
@@ -55,7 +62,7 @@ from detr_bf.data.checks.report import (
 from detr_bf.data.checks.statistics import describe_splits, statistics_lines
 from detr_bf.data.coco import Source, check_maps, read_annotations
 from detr_bf.data.columns import Entries, distinct, values_of
-from detr_bf.data.images import MAX_PIXELS, check_folder
+from detr_bf.data.images import MAX_PIXELS, RGB, PixelFormat, check_folder
 from detr_bf.data.references import own_files
 
 CHECKS = CheckList()  # of one split
@@ -111,7 +118,7 @@ def examine(
     cache_dir: Path | None = None,
     workers: int = 1,
     max_pixels: int = MAX_PIXELS,
-    grey_bits: int | None = None,
+    pixel_format: PixelFormat = RGB,
     training: Training | None = None,
     references: Mapping[str, Path | None] | None = None,
 ) -> Report:
@@ -127,23 +134,23 @@ def examine(
         cache_dir: folder of the cache of image files that were read before.
         workers: threads that read image files.
         max_pixels: limit of an image.
-        grey_bits: of 16-bit grey images; None: those that the training images use.
+        pixel_format: of the images; without grey_bits those that the training images use are taken.
         training: settings of a run, whose data and steps are then described and judged.
         references: by split the folder of the images' own references, None: that of the images.
 
     Raises:
         InputError: a folder is missing, a file is not a COCO file, or no image has a reference.
     """
-    cache_dir = cache_dir or cache_folder("doctor")
+    reading = cache_dir or cache_folder("doctor"), workers, max_pixels, pixel_format
     named = {"train": train} | ({"val": val} if val else {})
     splits = [
-        _open(name, source, num_queries, masks or (train_masks and name == "train"), cache_dir, workers, max_pixels)
+        _open(name, source, num_queries, masks or (train_masks and name == "train"), *reading)
         for name, source in named.items()
     ]
-    splits = [_with_references(split, references or {}, cache_dir, workers, max_pixels) for split in splits]
+    splits = [_with_references(split, references or {}, *reading) for split in splits]
     splits[0] = replace(splits[0], joined=joined)
-    grey_bits = grey_bits or grey_bits_of(train.images, list(splits[0].files), lambda: splits[0].files)
-    splits = [replace(split, grey_bits=grey_bits) for split in splits]
+    bits = pixel_format.grey_bits or grey_bits_of(train.images, list(splits[0].files), lambda: splits[0].files)
+    splits = [replace(split, pixel_format=replace(pixel_format, grey_bits=bits)) for split in splits]
     splits[1:] = [replace(split, max_detections=max_detections) for split in splits[1:]]
     checks = [(split, check) for split in splits for check in (*CHECKS, *MASK_CHECKS, *REFERENCE_CHECKS)]
     findings = [finding for split, check in checks if (finding := check.on(split.name, split))]
@@ -162,13 +169,20 @@ def examine(
 
 
 def _open(
-    name: str, source: Source, num_queries: int, masks: bool, cache: Path, workers: int, max_pixels: int
+    name: str,
+    source: Source,
+    num_queries: int,
+    masks: bool,
+    cache: Path,
+    workers: int,
+    max_pixels: int,
+    pixel_format: PixelFormat,
 ) -> Split:
     check_folder(source.images)
     content = read_annotations(source.annotations)
     check_maps(content, source.panoptic, masks)
     file_names = values_of(content.images, "file_name")
-    files = check_files(ImageRecord, source.images, file_names, cache, workers, max_pixels)
+    files = check_files(ImageRecord, source.images, file_names, cache, workers, max_pixels, pixel_format)
     maps = {}
     if masks and source.panoptic is not None:
         map_names = [file.file_name for file in content.maps or ()]
@@ -177,19 +191,29 @@ def _open(
 
 
 def _with_references(
-    split: Split, folders: Mapping[str, Path | None], cache: Path, workers: int, max_pixels: int
+    split: Split,
+    folders: Mapping[str, Path | None],
+    cache: Path,
+    workers: int,
+    max_pixels: int,
+    pixel_format: PixelFormat,
 ) -> Split:
     if split.name not in folders:
         return split
     files = own_files(split.content.images, split.folder, folders[split.name])
-    found = open_references(files, folders[split.name] or split.folder, cache, workers, max_pixels)
+    found = open_references(files, folders[split.name] or split.folder, cache, workers, max_pixels, pixel_format)
     return replace(split, references=found)
 
 
 def _summary(split: Split) -> str:
     counts = ((len(split.content.images), "image"), (len(split.objects), "object"), (len(split.names), "class"))
     numbers = ", ".join(counted(number, noun, "classes" if noun == "class" else "") for number, noun in counts)
-    return f"{split.name}: {numbers}; file {printable(split.content.path)}"
+    summary = f"{split.name}: {numbers}; file {printable(split.content.path)}"
+    mean, std = channel_statistics(split.files.values())
+    if not mean:
+        return summary
+    channels = (f"{number}: {m:.4g} +- {s:.4g}" for number, (m, s) in enumerate(zip(mean, std, strict=True), 1))
+    return f"{summary}; mean and standard deviation of the channels: {listed(channels, 16)}"
 
 
 @CHECKS.add("error", "file-missing", "the image file does not exist")
@@ -252,7 +276,7 @@ def _same_sizes(split: Split) -> Iterator[str]:
 
 @CHECKS.add("warning", "image-16-bit", "scaled to 8 bits: grey from data.grey_bits, colour from the upper 8")
 def _images_of_16_bits(split: Split) -> Iterator[str]:
-    scaled = "its own" if split.grey_bits is None else str(split.grey_bits)
+    scaled = "its own" if split.pixel_format.grey_bits is None else str(split.pixel_format.grey_bits)
     for image in split.content.images:
         record = split.file(image)
         if record and record.depth is not None:
@@ -260,12 +284,21 @@ def _images_of_16_bits(split: Split) -> Iterator[str]:
             yield f"{image_text(image)}: {used}"
 
 
+@CHECKS.add("warning", "image-channels", "read as RGB of 8 bits, of several pages the first; see data.channels")
+def _images_of_other_channels(split: Split) -> Iterator[str]:
+    for image in split.content.images:
+        record = split.file(image)
+        if record and record.stored:
+            yield f"{image_text(image)}: {record.stored[0]} channels of {record.stored[1]} bits"
+
+
 @CHECKS.add("warning", "grey-bits-exceeded", "values beyond data.grey_bits become white")
 def _too_deep_images(split: Split) -> Iterator[str]:
     for image in split.content.images:
         record = split.file(image)
-        if record and (record.depth or 0) > (split.grey_bits or 16):
-            yield f"{image_text(image)}: {record.depth} bits in use, scaled from {split.grey_bits}"
+        bits = split.pixel_format.grey_bits
+        if record and (record.depth or 0) > (bits or 16):
+            yield f"{image_text(image)}: {record.depth} bits in use, scaled from {bits}"
 
 
 @CHECKS.add("error", "image-id-repeated", "one id for several images")

@@ -40,7 +40,7 @@ from detr_bf.data.annotation_values import (
 from detr_bf.data.checks.annotations import exceeds
 from detr_bf.data.checks.files import ImageRecord, check_files, existing_name
 from detr_bf.data.coco import REQUIRED_KEYS, CocoAnnotations, Source, check_entry, read_annotations
-from detr_bf.data.images import check_folder
+from detr_bf.data.images import RGB, PixelFormat, check_folder
 from detr_bf.data.masks import parts_of
 
 Entry = dict[str, Any]
@@ -67,7 +67,7 @@ class Corrected(NamedTuple):
 
 
 def corrected_splits(
-    sources: Mapping[str, Source], *, masks: bool, workers: int, max_pixels: int
+    sources: Mapping[str, Source], *, masks: bool, workers: int, max_pixels: int, pixel_format: PixelFormat = RGB
 ) -> dict[str, Corrected]:
     """Return the corrected annotations of ``train`` and, if given, ``val``.
 
@@ -76,6 +76,7 @@ def corrected_splits(
         masks: the segmentations are used.
         workers: threads that read image files.
         max_pixels: limit of an image.
+        pixel_format: of the images.
 
     Raises:
         InputError: a file cannot be read as a COCO detection file, or nothing would be left of a split.
@@ -83,7 +84,7 @@ def corrected_splits(
     splits = {}
     for name, source in sources.items():
         check_folder(source.images)
-        splits[name] = _SplitCorrection(name, source, masks, workers, max_pixels)
+        splits[name] = _SplitCorrection(name, source, masks, workers, max_pixels, pixel_format)
     merged = _merged_categories([split.content for split in splits.values()])
     found = {name: split.corrected(merged) for name, split in splits.items()}
     if "val" in found:
@@ -102,7 +103,9 @@ def corrected_splits(
 class _SplitCorrection:
     """Corrections of one split."""
 
-    def __init__(self, name: str, source: Source, masks: bool, workers: int, max_pixels: int) -> None:
+    def __init__(
+        self, name: str, source: Source, masks: bool, workers: int, max_pixels: int, pixel_format: PixelFormat
+    ) -> None:
         self.name, self.folder, self.masks, self.rows = name, source.images, masks, list[Correction]()
         content = self._read(source.annotations)
         if content.maps is not None:
@@ -113,7 +116,8 @@ class _SplitCorrection:
         self.names = {image["id"]: image["file_name"] for image in content.images}
         images = list(self._renamed(self._once(content.images)))
         file_names = [image["file_name"] for image in images]
-        self.records = check_files(ImageRecord, self.folder, file_names, cache_folder("doctor"), workers, max_pixels)
+        reading = cache_folder("doctor"), workers, max_pixels, pixel_format
+        self.records = check_files(ImageRecord, self.folder, file_names, *reading)
         self.images = {image["id"]: image for image in self._usable(images)}
 
     def corrected(self, merged: Mapping[int, int]) -> Corrected:

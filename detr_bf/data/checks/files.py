@@ -18,17 +18,20 @@ from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
+import numpy as np
+
 from detr_bf.common.errors import InputError
 from detr_bf.common.files import is_file, read_json, write_json
 from detr_bf.common.progress import progress_bar
 from detr_bf.common.text import printable
-from detr_bf.data.images import MAX_PIXELS, ImageSizes, TooLargeError, any_grey_16, check_image, image_bytes
+from detr_bf.data.image_headers import ImageSizes, TooLargeError, any_grey_16
+from detr_bf.data.images import MAX_PIXELS, RGB, MissingPackageError, PixelFormat, check_image, image_bytes
 from detr_bf.data.masks import SegmentExtent, read_ids, segment_extents
 from detr_bf.data.paths import longest_end, path_spellings
 
 log = logging.getLogger(__name__)
 
-_VERSION = 4  # of the cache file; increase it when the meaning of a record changes
+_VERSION = 5  # of the cache file; increase it when the meaning of a record changes
 _MAX_CACHE_BYTES = 2**31
 _SHA256 = re.compile("[0-9a-f]{64}")  # a perceptual hash has the same form
 _Data = bytes  # the class below has a field ``bytes``
@@ -47,7 +50,7 @@ class FileRecord(ABC):
 
     @staticmethod
     @abstractmethod
-    def look(path: Path, data: _Data, max_pixels: int) -> dict[str, Any]:
+    def look(path: Path, data: _Data, max_pixels: int, pixel_format: PixelFormat) -> dict[str, Any]:
         """Return the remaining fields of a record; raise :class:`ValueError` for an unusable file."""
 
     @staticmethod
@@ -70,22 +73,28 @@ class ImageRecord(FileRecord):
     sizes: ImageSizes | None = None  # None for a file that cannot be decoded
     depth: int | None = None  # bits in use of a 16-bit grey image, 0 for 16-bit colour
     phash: str = ""  # perceptual hash; empty for an image of almost one colour
+    stored: tuple[int, int] | None = None  # channels and bits of a TIFF file that is read as RGB of 8 bits
+    moments: tuple[tuple[float, float], ...] = ()  # mean and mean square of each channel, see CheckedImage
 
     @staticmethod
-    def look(path: Path, data: _Data, max_pixels: int) -> dict[str, Any]:
-        sizes, depth, phash = check_image(data, max_pixels)
-        return {"sizes": sizes, "depth": depth, "phash": phash}
+    def look(path: Path, data: _Data, max_pixels: int, pixel_format: PixelFormat) -> dict[str, Any]:
+        return check_image(data, max_pixels, pixel_format)._asdict()
 
     @staticmethod
     def restored(fields: dict[str, Any]) -> dict[str, Any]:
         sizes, depth, phash = fields["sizes"], fields["depth"], fields["phash"]
+        moments = tuple((float(mean), float(square)) for mean, square in fields["moments"])
+        if not all(0 <= value <= 1 for pair in moments for value in pair):
+            raise ValueError("invalid moments")
         if not (isinstance(phash, str) and (not phash or _SHA256.fullmatch(phash))):
             raise ValueError("invalid perceptual hash")
         if sizes is not None:
             stored, rotated = (_whole_numbers(sizes[key], 2) for key in ("stored", "rotated"))
             [orientation] = _whole_numbers([sizes["orientation"]], 1)
             sizes = ImageSizes((stored[0], stored[1]), (rotated[0], rotated[1]), orientation)
-        return {"sizes": sizes, "depth": None if depth is None else _whole_numbers([depth], 1)[0], "phash": phash}
+        depth = None if depth is None else _whole_numbers([depth], 1)[0]
+        channels = None if fields["stored"] is None else tuple(_whole_numbers(fields["stored"], 2))
+        return {"sizes": sizes, "depth": depth, "phash": phash, "stored": channels, "moments": moments}
 
     @property
     def pixels(self) -> int:
@@ -102,7 +111,7 @@ class MapRecord(FileRecord):
     segments: tuple[SegmentExtent, ...] = ()
 
     @staticmethod
-    def look(path: Path, data: _Data, max_pixels: int) -> dict[str, Any]:
+    def look(path: Path, data: _Data, max_pixels: int, pixel_format: PixelFormat) -> dict[str, Any]:
         ids = read_ids(path, max_pixels)
         return {"size": tuple(ids.shape), "segments": segment_extents(ids)}
 
@@ -127,14 +136,17 @@ def check_files(
     cache_dir: Path,
     workers: int,
     max_pixels: int = MAX_PIXELS,
+    pixel_format: PixelFormat = RGB,
 ) -> dict[str, Record]:
     """Return the records of the named files that exist.
 
     ``workers`` threads decode the files that are not in the cache, with a progress bar; files of more than
-    ``max_pixels`` pixels are not decoded. An interrupted check saves its records in the cache, too.
+    ``max_pixels`` pixels are not decoded. An interrupted check saves its records in the cache, too. Records in another
+    ``pixel_format`` than RGB of 8 bits have a cache of their own.
     """
     digest = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:24]
-    cache_file = cache_dir / f"{digest}{kind.CACHE}.json"
+    form = "" if pixel_format.is_rgb else f"-{pixel_format.channels}x{pixel_format.depth}"
+    cache_file = cache_dir / f"{digest}{kind.CACHE}{form}.json"
     known = _load(kind, cache_file)
     present = {name: status for name in dict.fromkeys(names) if (status := _status(folder, name))}
     to_read = [
@@ -146,7 +158,9 @@ def check_files(
         try:
             with ThreadPool(max(1, workers)) as pool:
                 read = pool.imap_unordered(
-                    lambda name: (name, _read(kind, folder / name, present[name], max_pixels)), to_read, chunksize=8
+                    lambda name: (name, _read(kind, folder / name, present[name], max_pixels, pixel_format)),
+                    to_read,
+                    chunksize=8,
                 )
                 title = f"checking {printable(folder)}"
                 known.update(progress_bar(read, total=len(to_read), desc=title, unit="image"))
@@ -163,6 +177,21 @@ def grey_bits_of(folder: Path, names: Sequence[str], records: Callable[[], Mappi
     if not any_grey_16(folder, names):
         return None
     return max((record.depth or 0 for record in records().values()), default=0) or None
+
+
+def channel_statistics(records: Iterable[ImageRecord]) -> tuple[list[float], list[float]]:
+    """Return mean and standard deviation of each channel over all pixels, 1 is full brightness; empty without images.
+
+    A channel that is the same everywhere gets a deviation of 0.001.
+    """
+    known = [record for record in records if record.moments]
+    if not known:
+        return [], []
+    weights = np.array([record.pixels for record in known], dtype=np.float64)
+    mean, square = np.average([record.moments for record in known], axis=0, weights=weights).T
+    std = np.sqrt(np.maximum(square - mean**2, 1e-6))
+    mean, std = ([float(f"{value:.6g}") for value in values] for values in (mean, std))
+    return mean, std
 
 
 def existing_name(folder: Path, name: str) -> str | None:
@@ -192,12 +221,16 @@ def _status(folder: Path, name: str) -> tuple[int, int] | None:
     return status.st_size, status.st_mtime_ns
 
 
-def _read(kind: type[Record], path: Path, status: tuple[int, int], max_pixels: int) -> Record:
+def _read(
+    kind: type[Record], path: Path, status: tuple[int, int], max_pixels: int, pixel_format: PixelFormat
+) -> Record:
     sha256 = ""
     try:
         data = image_bytes(path, max_pixels)
         sha256 = hashlib.sha256(data).hexdigest()
-        return kind(*status, sha256, **kind.look(path, data, max_pixels))
+        return kind(*status, sha256, **kind.look(path, data, max_pixels, pixel_format))
+    except MissingPackageError:  # no fault of the file
+        raise
     except TooLargeError as error:  # another limit may allow it
         return kind(*status, sha256="", problem=str(error))
     except (OSError, ValueError) as error:

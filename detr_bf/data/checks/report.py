@@ -19,7 +19,8 @@ from detr_bf.data.checks.files import ImageRecord, MapRecord
 from detr_bf.data.coco import CocoAnnotations
 from detr_bf.data.columns import Entries, integers, values_of
 from detr_bf.data.duplicates import exported_from, nearest
-from detr_bf.data.images import boxes_as_stored
+from detr_bf.data.image_headers import boxes_as_stored
+from detr_bf.data.images import RGB, PixelFormat
 from detr_bf.data.masks import MapFile, SegmentExtent, covers_a_pixel, has_mask, parts_of
 
 _LONGEST_EXAMPLE = 2000  # characters
@@ -53,7 +54,7 @@ class Split:
     masks: bool = False  # train and evaluate masks
     maps: Mapping[str, MapRecord] = field(default_factory=dict)  # of the panoptic PNGs
     joined: int = 1  # images that augmentation joins in one
-    grey_bits: int | None = None  # from which 16-bit grey images are scaled to 8 bits; None: each image has its own
+    pixel_format: PixelFormat = RGB  # of the images
     max_detections: int | None = None  # of an image that the evaluation counts; None: the split is not evaluated
     references: OwnReferences | None = None  # None: they are not read
     skipped: Sequence[str] = ()  # images that cannot be decoded and are left out, each with the reason
@@ -162,7 +163,7 @@ class Split:
         spaced = np.linspace(0, len(usable) - 1, min(len(usable), COMPARED)).round().astype(int)
         images = {index: self.content.images[index] for index in (usable[number] for number in spaced)}
         pairs = {index: (self.folder / image["file_name"], annotated_size(image)) for index, image in images.items()}
-        return self.references.alignments(pairs, grey_bits=self.grey_bits, as_stored=bool(self.as_stored))
+        return self.references.alignments(pairs, pixel_format=self.pixel_format, as_stored=bool(self.as_stored))
 
     @property
     def map_files(self) -> tuple[MapFile, ...]:

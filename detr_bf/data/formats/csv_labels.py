@@ -13,7 +13,7 @@ from detr_bf.common.errors import InputError
 from detr_bf.common.files import read_regular
 from detr_bf.common.text import printable
 from detr_bf.data.formats.folder import MAX_TEXT_BYTES, AnnotatedImage, DataFolder, coco_content, is_image, log_left_out
-from detr_bf.data.images import header_size
+from detr_bf.data.image_headers import header_size
 from detr_bf.data.paths import PathIndex
 
 TABLES = ("labels.csv", "annotations.csv", "_annotations.csv")

@@ -22,7 +22,7 @@ from detr_bf.common.files import is_number, read_json
 from detr_bf.common.text import counted, listed, printable
 from detr_bf.data.annotation_values import is_id, value_text
 from detr_bf.data.formats.folder import AnnotatedImage, DataFolder, coco_content, images_by_stem, is_image, stem_of
-from detr_bf.data.images import header_size
+from detr_bf.data.image_headers import header_size
 from detr_bf.data.masks import FARTHEST, polygon_area
 from detr_bf.data.paths import PathIndex
 

@@ -15,7 +15,7 @@ from detr_bf.data.checks.files import ImageRecord, check_files
 from detr_bf.data.coco import CocoAnnotations, Source, read_annotations
 from detr_bf.data.duplicates import near_groups
 from detr_bf.data.formats.folder import images_of
-from detr_bf.data.images import check_folder
+from detr_bf.data.images import RGB, PixelFormat, check_folder
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ _NO_OBJECT = -1  # label of images without objects, which are spread over the pa
 
 @lru_cache(maxsize=2)  # a run asks for both sides several times
 def divided(
-    source: Source, shares: tuple[float, ...], seed: int, workers: int, max_pixels: int
+    source: Source, shares: tuple[float, ...], seed: int, workers: int, max_pixels: int, pixel_format: PixelFormat = RGB
 ) -> tuple[CocoAnnotations, list[set[str]]]:
     """Return the content of the annotations, and the file names of each part; copies are in one part.
 
@@ -37,16 +37,17 @@ def divided(
         seed: see :func:`split_images`.
         workers: threads that read image files.
         max_pixels: limit of an image.
+        pixel_format: of the images.
     """
     content = read_annotations(source.annotations)
     check_folder(source.images)
     names = [image["file_name"] for image in content.images]
-    records = check_files(ImageRecord, source.images, names, cache_folder("doctor"), workers, max_pixels)
+    records = check_files(ImageRecord, source.images, names, cache_folder("doctor"), workers, max_pixels, pixel_format)
     return content, split_images(content, shares, seed, near_groups(records))
 
 
 @lru_cache(maxsize=4)  # a run asks for each split several times
-def readable(source: Source, most: float, workers: int, max_pixels: int) -> Source:
+def readable(source: Source, most: float, workers: int, max_pixels: int, pixel_format: PixelFormat = RGB) -> Source:
     """Return the source without the images that cannot be decoded, with a warning that names them.
 
     If they are more than the share ``most``, all images stay, for the data checks to report. Images that are too large,
@@ -55,7 +56,7 @@ def readable(source: Source, most: float, workers: int, max_pixels: int) -> Sour
     content = read_annotations(source.annotations)
     check_folder(source.images)
     names = {image["file_name"] for image in content.images}
-    records = check_files(ImageRecord, source.images, names, cache_folder("doctor"), workers, max_pixels)
+    records = check_files(ImageRecord, source.images, names, cache_folder("doctor"), workers, max_pixels, pixel_format)
     # without a hash the content was not read: a fault of the disk, which may pass, or an image above the limit
     skipped = {name: record.problem for name, record in records.items() if record.problem and record.sha256}
     if not skipped or len(skipped) > most * len(names):

@@ -36,7 +36,7 @@ from detr_bf.data.formats.folder import (
     stem_of,
 )
 from detr_bf.data.formats.yolo_settings import YoloSettings, images_of_list, is_class_list, read_settings
-from detr_bf.data.images import header_size
+from detr_bf.data.image_headers import header_size
 from detr_bf.data.masks import polygon_area
 
 logger = logging.getLogger(__name__)

@@ -506,7 +506,7 @@ def test_a_broken_cache_is_rebuilt(sets: DataSets, decoded: list[bytes], caplog:
 def cached(**fields: object) -> str:
     """Cache of one record with these fields as JSON."""
     record = {"bytes": 1, "modified": 1, "sha256": "a" * 64, "problem": "", "sizes": None, "depth": None, "phash": ""}
-    record |= fields
+    record |= {"stored": None, "moments": [], **fields}
     return json.dumps({"version": VERSION, "files": {"0001.png": record}})
 
 
@@ -528,6 +528,8 @@ def cached(**fields: object) -> str:
         cached(sizes={"stored": [-48, 64], "rotated": [48, 64]}),
         cached(sizes=5),
         cached(depth="12"),
+        cached(stored=[5, "16"]),
+        cached(moments=[[0.5, 1.5]]),
         cached(depth=float("inf")),
         cached(sha256="abc"),
         cached(problem=5),

@@ -16,7 +16,7 @@ from detr_bf.config import load_config
 from detr_bf.data.batches import SampleKey
 from detr_bf.data.coco import CocoAnnotations, read_annotations
 from detr_bf.data.formats import read_folder
-from detr_bf.data.images import header_size
+from detr_bf.data.image_headers import header_size
 from detr_bf.data.paths import PathIndex
 from detr_bf.tasks.detection import DetectionTask
 from tests.data.formats.public_folders import PublicFolder
