@@ -13,6 +13,8 @@ import gc
 import itertools
 import json
 import os
+import shutil
+import subprocess
 import sys
 import time
 import traceback
@@ -22,6 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -508,6 +511,56 @@ def target(phase: Phase) -> None:
     phase.note(target="done")
 
 
+def exported(phase: Phase) -> None:
+    """Build the ONNX files in $CARRY with TensorRT, and time them in onnxruntime, with what is installed."""
+    import onnxruntime
+
+    provider = "CUDAExecutionProvider" if phase.cuda else "CPUExecutionProvider"
+    trtexec = shutil.which("trtexec")
+    for name, found in ((provider, provider in onnxruntime.get_available_providers()), ("trtexec", trtexec)):
+        if not found:
+            phase.note(missing=name)
+    files = sorted(Path(os.environ["CARRY"]).glob("*.onnx"))
+    if not files:
+        phase.failures.append("no ONNX file: give some to carry.sh")
+    for file in files:
+        with phase.case(file.name):
+            reference = onnxruntime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
+            feeds = _feeds(reference)
+            if provider in onnxruntime.get_available_providers():
+                session = onnxruntime.InferenceSession(str(file), providers=[provider])
+                if session.get_providers()[0] != provider:
+                    raise RuntimeError(f"onnxruntime has fallen back to {session.get_providers()}")
+                pairs = zip(session.run(None, feeds), reference.run(None, feeds), strict=True)
+                differences = [float(abs(one.astype("f8") - other).max()) for one, other in pairs]
+                phase.note(case=file.name, way=f"onnxruntime {provider}", differences_from_cpu=differences)
+                way = {f"onnxruntime {provider}": partial(session.run, None, feeds)}
+                _note_ways(phase, file.name, way, len(feeds["images"]), budget=2.0)
+            if trtexec:
+                shapes = ",".join(f"{name}:{'x'.join(map(str, value.shape))}" for name, value in feeds.items())
+                is_open = any(not isinstance(side, int) for each in reference.get_inputs() for side in each.shape)
+                command = [trtexec, f"--onnx={file}", "--stronglyTyped", *([f"--shapes={shapes}"] if is_open else [])]
+                limit = max(10.0, phase.end - time.monotonic())
+                done = subprocess.run(command, capture_output=True, text=True, timeout=limit)
+                lines = [line for line in done.stdout.splitlines() if "[E]" in line or "Latency: " in line]
+                phase.note(case=file.name, way="trtexec", command=" ".join(command), exit=done.returncode, said=lines)
+                if done.returncode:
+                    phase.failures.append(f"{file.name}: trtexec ended with {done.returncode}")
+
+
+def _feeds(session: Any) -> dict[str, Any]:
+    """Return random images for an ONNX file; open sizes are one image of 640 x 640."""
+    generator, feeds = np.random.default_rng(0), {}
+    for each in session.get_inputs():
+        sides = (1, 3, 640, 640) if len(each.shape) == 4 else (1, 2)
+        shape = [side if isinstance(side, int) else usual for side, usual in zip(each.shape, sides, strict=True)]
+        feeds[each.name] = generator.integers(256, size=shape, dtype=np.uint8)
+    if "sizes" in feeds:
+        height_and_width = feeds["images"].shape[2:]
+        feeds["sizes"] = np.tile(np.array(height_and_width, dtype=np.int64), (len(feeds["images"]), 1))
+    return feeds
+
+
 def deformops(phase: Phase) -> None:
     """Call deformops once, which compiles its kernels then."""
     leaves = [each.requires_grad_() for each in make_inputs("decoder", 1, torch.float32, phase.device, queries=50)]
@@ -522,6 +575,7 @@ PHASES = {
     "attention": attention,
     "steps": steps,
     "inference": inference,
+    "exported": exported,
     "target": target,
 }
 
@@ -535,7 +589,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, metavar="FILE", help="JSON file of all phases")
     parser.add_argument("--quick", action="store_true", help="tiny sizes, to try this out on a CPU")
     phase = Phase(parser.parse_args(arguments))
-    if not library.compiled(phase.device) and phase.name != "deformops":
+    if not library.compiled(phase.device) and phase.name not in ("deformops", "exported"):
         print(f"no compiled kernels on {phase.device}: {library.PROBLEMS.get(phase.device.type)}", file=sys.stderr)
         return 1
     PHASES[phase.name](phase)

@@ -29,7 +29,7 @@ failed=()
 unset DETR_BF_OPS DETR_BF_CUDA_VARIANTS
 
 declare -A limit=([build]=90 [correct]=110 [operators]=75 [steps]=110 [demo]=75 [attention]=30 [inference]=40
-                  [loading]=45 [sanitize]=60 [profile]=40 [compile]=150 [compare]=190)
+                  [exported]=170 [loading]=45 [sanitize]=60 [profile]=40 [compile]=150 [compare]=190)
 slower=1
 [ "$device" = cuda ] || slower=8  # a CPU may be shared
 
@@ -142,6 +142,7 @@ operators() {
 attention() { timings attention; }
 steps() { timings steps; }
 inference() { timings inference; }
+exported() { CARRY=$carry timings exported; }
 
 train_demo() {  # train_demo FOLDER [KEY=VALUE ...]
     local folder=$1

@@ -24,7 +24,9 @@ from detr_bf.data.coco import read_annotations
 from detr_bf.data.inputs import image_files, image_pixels
 from detr_bf.data.references import named_references
 from detr_bf.export import ParityError, file_names, parity_table
+from detr_bf.export.graph import ONNX_SUFFIX
 from detr_bf.export.parity import COMPARED_BATCH
+from detr_bf.export.tensorrt import tensorrt_line
 from detr_bf.inference.export_pairs import read_pairs
 from detr_bf.inference.loading import load
 from detr_bf.inference.predictor import Predictor
@@ -71,6 +73,8 @@ def _run(options: argparse.Namespace) -> int:
     )
     print(f"largest differences between the file and torch, {source}:")
     print(parity_table(compared))
+    if options.output.suffix == ONNX_SUFFIX:
+        print(tensorrt_line(options.output))
     if "not_compared" in found:
         print(f"AP is not compared: {found['not_compared']}")
     elif found:

@@ -180,7 +180,9 @@ class ExportGraph(nn.Module):
             best, query = scores.topk(min(postprocess.max_detections, queries), dim=1)
             return best, query, label.gather(1, query)
         best, index = scores.flatten(1).topk(min(postprocess.max_detections, queries * classes), dim=1)
-        return best, index // classes, index % classes
+        # a table instead of index // classes, which ONNX gets with operators that TensorRT has not, or in floats
+        query = torch.arange(queries, device=scores.device)[:, None].expand(-1, classes).flatten()
+        return best, query[index], index % classes
 
     def _without_duplicates(self, scores: Tensor, labels: Tensor, boxes: Tensor, postprocess: Postprocess) -> Tensor:
         """Return the scores (B, N), 0 for detections that ``postprocess.kept`` leaves out.
@@ -338,7 +340,24 @@ def onnx_model(
     given = converted.model.graph.inputs[0].shape
     assert given is not None, "the images have a shape"
     converted.rename_axes({given[axis]: name for axis, name in axes.items()})  # type: ignore[misc]
-    return converted.model_proto
+    model = converted.model_proto
+    _take_shapes_of_floats(model.graph)
+    return model
+
+
+def _take_shapes_of_floats(graph: Any) -> None:
+    """Let an ONNX graph take the shape of an input in uint8 from its conversion to float: TensorRT's Shape needs that.
+
+    The conversions become the first nodes, in place.
+    """
+    inputs = {each.name for each in graph.input}
+    casts = {node.input[0]: node for node in graph.node if node.op_type == "Cast" and node.input[0] in inputs}
+    for node in graph.node:
+        if node.op_type == "Shape" and node.input[0] in casts:
+            node.input[0] = casts[node.input[0]].output[0]
+    nodes = [*casts.values(), *(node for node in graph.node if node not in casts.values())]
+    del graph.node[:]
+    graph.node.extend(nodes)
 
 
 class SelectionGraph(nn.Module):

@@ -40,6 +40,7 @@ from detr_bf.export.graph import ONNX_FORMAT, OPSET, ExportGraph, ExportSignatur
 from detr_bf.export.precision import MAX_CALIBRATION, calibration_files, exact_nodes, half_precision
 from detr_bf.export.runtime import OnnxDetector
 from detr_bf.export.sharing import SourceCheckpoint
+from detr_bf.export.tensorrt import tensorrt_refusals
 from detr_bf.inference.backends import TorchBackend
 from detr_bf.inference.predictor import Predictor
 from detr_bf.losses import Focal
@@ -111,6 +112,7 @@ def reuse(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_detector_gives_the_same(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     original = predictor(name)
     check_every_form(original, tmp_path / "it.onnx")
+    assert tensorrt_refusals(onnx.load(tmp_path / "it.onnx")) == []
     reuse(tmp_path / "it.onnx", monkeypatch)
     check_every_form(original, tmp_path / "it.xml")
 
