@@ -40,8 +40,11 @@ logger = logging.getLogger(__name__)
 OF_DISTRIBUTIONS = ("fgl_weight", "ddf_weight", "union")  # settings of the loss that D-FINE alone reads
 OF_POINTS = ("mask_cells_per_point", "matcher.mask_cost", "matcher.dice_cost")  # that RF-DETR's mask head alone reads
 
-# Parts of a detector that low-rank fine-tuning trains in full: queries, heads, batch attention, and plug-ins
-TRAINED_WITH_LOW_RANK = r"mask_head\.|decoder\.(?!layers\.)|(.*\.)?(batch_former|plugins)\."
+# Parts of a detector that low-rank fine-tuning trains in full: all but the backbone and the layers of encoder and
+# decoder, and batch attention and plug-ins anywhere
+TRAINED_WITH_LOW_RANK = (
+    r"(mask_head|tokens)\.|encoder\.(?!(encoder\.)?layers\.)|decoder\.(?!layers\.)|(.*\.)?(batch_former|plugins)\."
+)
 
 MOST_CLASSES = 1_000_000
 FOCAL_PRIOR = 0.01  # initial score of every class (Lin et al. 2017, arXiv 1708.02002, section 4.1)
@@ -126,8 +129,8 @@ def build_detector(config: DetectionConfig, num_classes: int, body: Backbone) ->
 def train_low_rank(model: Detector, rank: int) -> None:
     """Freeze a detector except for :data:`TRAINED_WITH_LOW_RANK` and low-rank changes of its linear layers (in-place).
 
-    These are the layers of attention and feed-forward networks in encoder, decoder and backbone. Convolutions and norms
-    are frozen, and what was frozen before gets no changes.
+    These are the layers of attention and feed-forward networks in encoder, decoder and backbone. Their norms and the
+    convolutions of the backbone are frozen, and what was frozen before gets no changes.
     """
     named = list(model.named_parameters(remove_duplicate=False))
     whole = {id(parameter) for name, parameter in named if re.match(TRAINED_WITH_LOW_RANK, name)}

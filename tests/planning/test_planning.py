@@ -285,7 +285,7 @@ def test_low_rank_changes_need_less_of_everything() -> None:
     train_low_rank(model, 2)
     found, whole = trace(config, CLASSES, SIZE, device="cpu"), trace(tiny(*settings), CLASSES, SIZE, device="cpu")
     assert found.sizes.trainable == sum(each.nbytes for each in model.parameters() if each.requires_grad)
-    assert found.sizes.trainable < whole.sizes.trainable / 10
+    assert found.sizes.trainable < whole.sizes.trainable / 2
     assert found.kept == kept_by_a_real_run(config)
     assert found.kept < whole.kept
 
