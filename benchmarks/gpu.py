@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import importlib
 import itertools
 import json
 import os
@@ -513,8 +514,7 @@ def target(phase: Phase) -> None:
 
 def exported(phase: Phase) -> None:
     """Build the ONNX files in $CARRY with TensorRT, and time them in onnxruntime, with what is installed."""
-    import onnxruntime
-
+    onnxruntime = importlib.import_module("onnxruntime")
     provider = "CUDAExecutionProvider" if phase.cuda else "CPUExecutionProvider"
     trtexec = shutil.which("trtexec")
     for name, found in ((provider, provider in onnxruntime.get_available_providers()), ("trtexec", trtexec)):

@@ -15,11 +15,12 @@ FIRST_WORDS = {"What", "Whether", "Where", "Of", "As", "Those", "Who", "Whom", "
 METAPHORS = re.compile(r"\b(rooms?|houses?|floors?|doors?)\b", re.IGNORECASE)
 EXCEPTIONS = {
     "floor",
+    "Floor",
     "door-stuff",
     "floor-wood",
     "house",
     "floor-other-merged",
-}  # argument of torch.div, classes of COCO
+}  # argument of torch.div, operator of ONNX, classes of COCO
 
 
 def first_words(source: str) -> Iterator[tuple[int, str]]:

@@ -6,6 +6,7 @@ take more. The table is what the parser states; no file of this project was buil
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -20,6 +21,7 @@ _NUMBERS, _ANY = _FLOATS | _INTEGERS, _FLOATS | _INTEGERS | {"BOOL"}
 _HALF = {"FLOAT", "FLOAT16"}
 _OPERATORS = (  # by the types of their data
     ({"BOOL"}, "And Not Or Xor"),
+    (_FLOATS, "Floor"),
     (_HALF, "DeformConv GridSample Mish NonMaxSuppression NonZero RoiAlign"),
     ({"INT8", "FLOAT8E4M3FN", "INT4"}, "DequantizeLinear"),
     (_ANY | {"UINT8"}, "Cast CastLike"),
@@ -27,7 +29,7 @@ _OPERATORS = (  # by the types of their data
     (
         _FLOATS,
         "Acos Acosh Asin Asinh Atan Atanh AveragePool BatchNormalization Ceil Celu Clip Conv ConvTranspose Cos Cosh "
-        "CumSum Dropout Einsum Elu Erf Exp Floor Gemm GlobalAveragePool GlobalLpPool GlobalMaxPool GroupNormalization "
+        "CumSum Dropout Einsum Elu Erf Exp Gemm GlobalAveragePool GlobalLpPool GlobalMaxPool GroupNormalization "
         "GRU HardSigmoid HardSwish Hardmax InstanceNormalization IsInf LayerNormalization LeakyRelu Log LogSoftmax LRN "
         "LSTM LpNormalization LpPool MatMul MaxPool MeanVarianceNormalization PRelu Pow QuantizeLinear RandomNormal "
         "RandomNormalLike RandomUniform RandomUniformLike Reciprocal Resize RNN Round Scan Selu Sigmoid Sin Sinh "
@@ -53,7 +55,9 @@ _RESIZE_MODES = ("half_pixel", "pytorch_half_pixel", "tf_half_pixel_for_nn", "as
 def tensorrt_refusals(onnx_model: Any) -> list[str]:
     """Return what TensorRT 10 would refuse in an ONNX model, such as ``CumSum of INT64 (3 nodes)``; none: empty."""
     onnx = imported("onnx")
-    graph = onnx.shape_inference.infer_shapes(onnx_model).graph
+    model = copy.copy(onnx_model)
+    del model.graph.value_info[:]  # those of float16 files are of before the conversion
+    graph = onnx.shape_inference.infer_shapes(model).graph
     named = {each.name: each.type.tensor_type for each in (*graph.input, *graph.value_info, *graph.output)}
     types = {name: onnx.TensorProto.DataType.Name(each.elem_type) for name, each in named.items()}
     types |= {each.name: onnx.TensorProto.DataType.Name(each.data_type) for each in graph.initializer}

@@ -10,7 +10,9 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import onnx
 import pytest
+from onnx import TensorProto, helper
 
 import gpu
 
@@ -171,3 +173,26 @@ def test_carried_files_are_named_and_limited(
     assert large.returncode == 1
     assert "at most 45 are allowed" in large.stderr
     assert not (tmp_path / ".gpu").exists()
+
+
+def test_onnx_files_are_timed_and_built_with_what_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    images = helper.make_tensor_value_info("images", TensorProto.UINT8, ["batch", 3, 8, 8])
+    scores = helper.make_tensor_value_info("scores", TensorProto.FLOAT, None)
+    cast = helper.make_node("Cast", ["images"], ["scores"], to=TensorProto.FLOAT)
+    made = helper.make_graph([cast], "graph", [images], [scores])
+    opset = [helper.make_opsetid("", 20)]
+    onnx.save(helper.make_model(made, opset_imports=opset, ir_version=10), str(tmp_path / "it.onnx"))
+    trtexec, results = tmp_path / "trtexec", tmp_path / "results.json"
+    arguments = ["exported", "--device", "cpu", "--output", str(results)]
+    monkeypatch.setenv("CARRY", str(tmp_path))
+    assert gpu.main(arguments) == 0
+    assert {"missing": "trtexec"} in json.loads(results.read_text())["exported"]["rows"]
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    for code in (0, 1):
+        trtexec.write_text(f"#!/bin/sh\necho '[E] refused'\nexit {code}\n")
+        trtexec.chmod(0o755)
+        assert gpu.main(arguments) == code
+        rows = json.loads(results.read_text())["exported"]["rows"]
+        assert rows[-1]["command"].endswith("it.onnx --stronglyTyped --shapes=images:1x3x8x8")
+        assert rows[-1]["said"] == ["[E] refused"]
+        assert rows[0]["differences_from_cpu"] == [0.0]

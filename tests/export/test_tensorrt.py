@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,7 @@ import pytest
 import torch
 from onnx import TensorProto, helper
 
-from detr_bf.common.structures import Batch
-from detr_bf.data.transforms import eval_sample
-from detr_bf.export import synthetic_images
-from detr_bf.export.precision import half_precision, int8_precision
+from detr_bf.export.precision import half_precision
 from detr_bf.export.tensorrt import tensorrt_line, tensorrt_refusals
 from tests.export.test_export import predictor
 
@@ -70,16 +66,7 @@ def test_what_the_table_refuses_is_named(refused: str) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["detr", "rtdetr"])
-def test_files_with_detections_in_each_precision(name: str, tmp_path: Path) -> None:
-    original = predictor(name)
-    original.export(tmp_path / "it.onnx", postprocess=True)
+def test_a_file_with_detections_passes_also_in_half_precision(tmp_path: Path) -> None:
+    predictor("rtdetr").export(tmp_path / "it.onnx", postprocess=True)
     assert tensorrt_line(tmp_path / "it.onnx").startswith("TensorRT 10 takes every operator")
-    model = onnx.load(tmp_path / "it.onnx")
-    assert tensorrt_refusals(half_precision(copy.deepcopy(model))) == []
-    transform = original.transform
-    batch = Batch.collate([eval_sample(transform, synthetic_images()[0], 0)])
-    onnx.save(int8_precision(model, [batch]), tmp_path / "int8.onnx")
-    line = tensorrt_line(tmp_path / "int8.onnx")
-    assert line.startswith("TensorRT 10 refuses, by its table of operators: ")
-    assert "QuantizeLinear to UINT8" in line
+    assert tensorrt_refusals(half_precision(onnx.load(tmp_path / "it.onnx"))) == []
