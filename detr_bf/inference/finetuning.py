@@ -103,8 +103,8 @@ def finetune(
         augment: none, light or strong (``configs/augment_*.yaml``); by default light, and none in a run of
             ``SHORT_RUN`` epochs or fewer. Strong augmentation ends with the last tenth of the epochs.
         masks: train masks with the boxes (``model.masks=true``); every object must have a mask.
-        lora: rank; train low-rank changes of attention and feed-forward layers, and the heads in full
-            (``freeze.lora``), which needs weights to start from.
+        lora: rank; train low-rank changes of attention and feed-forward layers (``freeze.lora``), which needs a
+            trained detector to start from.
         resume: continue the run in ``output`` if there is one.
         overrides: settings as on the command line, which replace those chosen here.
         dry_run: do everything up to the first step, time a few steps, log what was found, write nothing; return None.
