@@ -138,6 +138,7 @@ def test_a_mixture_of_depths_and_formats_is_refused(tmp_path: Path) -> None:
         decode_image(pages.getvalue(), pixel_format=PixelFormat(2, 8))
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of Pillow
 def test_damaged_files_raise_no_other_error(tmp_path: Path) -> None:
     random, path = np.random.default_rng(0), tmp_path / "a.tif"
     for number in range(50):
