@@ -122,7 +122,14 @@ def stored_format(folder: Path, names: Sequence[str]) -> tuple[int, int] | None:
 
 
 def tiff_format(file: BinaryIO) -> tuple[int, int] | None:
-    """Return the channels and bits of one TIFF file, see :func:`stored_format`; any exception: it is broken."""
+    """Return the channels and bits of one TIFF file, see :func:`stored_format`; None also for a broken one."""
+    try:
+        return _tiff_format(file)
+    except Exception:  # as in open_image
+        return None
+
+
+def _tiff_format(file: BinaryIO) -> tuple[int, int] | None:
     tags = tiff_tags(file)
     if tags is None:
         return None

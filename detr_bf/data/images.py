@@ -296,9 +296,8 @@ def open_image(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
     except Exception as error:  # on a broken file decoders raise almost anything (struct, zlib, SyntaxError, ...)
         raise ValueError(f"it cannot be decoded ({printable(error) or type(error).__name__})") from error
     if image is None:
-        tags = tiff_tags(io.BytesIO(data))
-        if tags is not None and (samples := tags.get(SAMPLES_PER_PIXEL, 1)) not in (1, 3):
-            raise ValueError(f"it has {counted(samples, 'channel')}: set data.channels={samples}")
+        if (stored := tiff_format(io.BytesIO(data))) is not None:
+            raise ValueError(f"it has {stored[0]} channels of {stored[1]} bits: see data.channels and data.depth")
         raise ValueError(f"it cannot be decoded (none of the formats {', '.join(IMAGE_FORMATS)})")
     return image
 
@@ -319,7 +318,20 @@ def _stored_samples(data: bytes, max_pixels: int) -> tuple[NDArray[Any], ImageSi
         samples = _tiff_samples(data, max_pixels)
         return samples, oriented((samples.shape[0], samples.shape[1]), tags.get(ORIENTATION) if tags else None)
     image = open_image(data, max_pixels)
-    return image_samples(image, data), image_sizes(image)
+    try:
+        _check_samples(image.width * image.height * getattr(image, "n_frames", 1), max_pixels)
+        return image_samples(image, data), image_sizes(image)
+    except ValueError:
+        raise
+    except Exception as error:  # of a page after the first
+        raise ValueError(f"it cannot be decoded ({printable(error) or type(error).__name__})") from error
+
+
+def _check_samples(count: int, max_pixels: int) -> None:
+    """Raise TooLargeError for more samples than a file of the largest size has, if it is not compressed."""
+    if 2 * count > file_limit(max_pixels):
+        limit = file_limit(max_pixels) // 2
+        raise TooLargeError(f"it has {count:,} samples, {limit:,} are allowed with data.max_pixels={max_pixels}")
 
 
 def _tiff_samples(data: bytes, max_pixels: int) -> NDArray[Any]:
@@ -341,6 +353,7 @@ def _tiff_samples(data: bytes, max_pixels: int) -> NDArray[Any]:
                 raise TooLargeError(f"it has {size}, more than data.max_pixels={max_pixels}")
             if page.dtype not in (np.uint8, np.uint16):
                 raise ValueError(f"its samples are of the type {page.dtype}; expected 8 or 16 bits a channel")
+            _check_samples(page.size, max_pixels)
             samples: NDArray[Any] = np.moveaxis(page.asarray(), page.axes.index("S"), -1)
             return samples
     except TooLargeError:
@@ -366,15 +379,12 @@ def image_samples(image: Image.Image, data: bytes = b"") -> NDArray[Any]:
     if len(numbers) > MOST_CHANNELS:
         raise ValueError(f"it has {len(numbers)} pages; at most {MOST_CHANNELS} are read as channels")
     pages, first = list[NDArray[Any]](), (image.size, image.mode)
-    try:
-        for number in numbers:
-            image.seek(number)
-            if pages and (image.size, image.mode) != first:
-                raise ValueError(f"page {number} has another size or type than the first")
-            first = image.size, image.mode
-            pages.append(_samples(image))
-    except (OSError, EOFError) as error:
-        raise ValueError(f"it cannot be decoded ({printable(error)})") from error
+    for number in numbers:
+        image.seek(number)
+        if pages and (image.size, image.mode) != first:
+            raise ValueError(f"page {number} has another size or type than the first")
+        first = image.size, image.mode
+        pages.append(_samples(image))
     return np.concatenate(pages, axis=2)
 
 
@@ -397,7 +407,7 @@ def _png_16(data: bytes) -> NDArray[Any]:
     def decoded(form: str) -> NDArray[np.uint8]:
         image = identified(io.BytesIO(data))
         assert image is not None, "it has been opened"
-        image.tile = [tile._replace(args=form) for tile in image.tile]
+        image.tile = [(*tile[:3], form) for tile in image.tile]  # type: ignore[misc]
         return np.array(image)
 
     if _PNG_CHANNELS[data[25]] == 2:

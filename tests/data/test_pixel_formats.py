@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
 import io
 import struct
 import zlib
@@ -118,7 +119,7 @@ def test_a_mixture_of_depths_and_formats_is_refused(tmp_path: Path) -> None:
         read_image(tmp_path / "8.tif", pixel_format=PixelFormat(5, 16))
     with pytest.raises(InputError, match=r"16 bits a channel, expected 8 \(data.depth\)"):
         read_image(tmp_path / "16.tif", pixel_format=PixelFormat(5, 8))
-    with pytest.raises(InputError, match=r"it has 5 channels: set data\.channels=5"):
+    with pytest.raises(InputError, match=r"it has 5 channels of 8 bits: see data\.channels and data\.depth"):
         read_image(tmp_path / "8.tif")
     assert stored_format(tmp_path, ["8.tif", "16.tif"]) is None
     for values, said in (
@@ -135,6 +136,24 @@ def test_a_mixture_of_depths_and_formats_is_refused(tmp_path: Path) -> None:
     Image.new("L", (4, 4)).save(pages, "TIFF", save_all=True, append_images=[Image.new("L", (5, 4))])
     with pytest.raises(ValueError, match="page 1 has another size"):
         decode_image(pages.getvalue(), pixel_format=PixelFormat(2, 8))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of Pillow
+def test_damaged_files_raise_no_other_error(tmp_path: Path) -> None:
+    random, path = np.random.default_rng(0), tmp_path / "a.tif"
+    for number in range(50):
+        data = bytearray(tiff(samples(4, 16), pages=number % 2 == 0))
+        for place in random.integers(0, 500, 3):
+            data[place % len(data)] = random.integers(0, 256)
+        path.write_bytes(data[: random.integers(1, len(data))] if number % 5 == 0 else data)
+        stored_format(tmp_path, [path.name])
+        header_size(path)
+        for form in (PixelFormat(4, 16), PixelFormat()):
+            with contextlib.suppress(ValueError):
+                decode_image(path.read_bytes(), pixel_format=form)
+    large = tiff(np.zeros((2048, 2048, 9), np.uint8), compression="zlib")
+    with pytest.raises(ValueError, match=r"it has 37,748,736 samples, 33,554,432 are allowed with data.max_pixels=5"):
+        decode_image(large, 5_000_000, pixel_format=PixelFormat(9, 8))
 
 
 def test_tifffile_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

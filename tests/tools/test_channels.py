@@ -65,6 +65,7 @@ def trained(folder: Path, name: str, *settings: str) -> Path:
     return run
 
 
+@pytest.mark.full
 def test_five_channels_through_the_commands(folder: Path) -> None:
     run = trained(folder, "run")
     stored = load_checkpoint(run / "last.pt")
