@@ -29,11 +29,19 @@ MACHINE = {  # environment that each system gives to the second of two machines
         **{"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "SKYPILOT_NODE_RANK": "1", "SKYPILOT_NUM_NODES": "2"},
         "SKYPILOT_NUM_GPUS_PER_NODE": "4",
     },
-    "slurm": {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "4", "SLURM_JOB_ID": "7"},
+    "slurm": {
+        "SLURM_JOB_NODELIST": "n[1-2]",
+        "SLURM_NNODES": "2",
+        "SLURM_GPUS_ON_NODE": "4",
+        "SLURM_JOB_ID": "7",
+        "SLURM_CPUS_PER_TASK": "32",
+        "SLURMD_NODENAME": "n2",
+        "SLURM_NODEID": "1",
+    },
 }
 STUBS = {
     "torchrun": 'test "$TORCH_DISABLE_SHARE_RDZV_TCP_STORE$OMP_NUM_THREADS" = 14 && printf "%s\\0" "$@"',
-    "srun": 'exec "$@"',
+    "srun": 'test "$1" = --cpus-per-task=32 && shift && exec "$@"',
     "scontrol": "printf 'n1\\nn2\\n'",
 }
 
@@ -81,7 +89,8 @@ def test_the_commands_are_real(name: str, tmp_path: Path) -> None:
     read = load_config(files, overrides)
     published = load_config(files, [])
     assert 2 * 4 * read.train.batch_size == published.train.batch_size
-    assert config.rdzv_configs.get("is_host", "0") == "0", "the first machine has the store"
+    assert config.rdzv_configs["is_host"] == "0", "the first machine has the store"
+    assert launch.local_addr in ("10.0.0.2", "n2")
     if name == "kubernetes":
         assert (job()["spec"]["completions"], job()["spec"]["parallelism"]) == (2, 2)
 
@@ -89,7 +98,7 @@ def test_the_commands_are_real(name: str, tmp_path: Path) -> None:
 def test_a_job_array_runs_the_lines_of_a_file(tmp_path: Path) -> None:
     script, _ = script_of("slurm")
     (tmp_path / "commands.txt").write_text("env A='a b' sh -c 'echo $A'\necho second\n")
-    shown = [run_script(script, folder, "../commands.txt", SLURM_ARRAY_TASK_ID=str(number))
+    shown = [run_script(script, folder, "../commands.txt", SLURM_ARRAY_TASK_ID=str(number), **MACHINE["slurm"])
              for number in (1, 2, 3) if (folder := tmp_path / str(number)).mkdir() is None]  # fmt: skip
     assert [each.stdout for each in shown] == ["a b\n", "second\n", ""]
     assert [each.returncode for each in shown] == [0, 0, 1]

@@ -6,6 +6,7 @@ Every function that communicates is a collective: all ranks call it, in the same
 from __future__ import annotations
 
 import os
+import re
 import socket
 import time
 import uuid
@@ -23,6 +24,10 @@ from torch.distributed.rendezvous import rendezvous
 from detr_bf.common.errors import CommandError, InputError, TrainingError
 from detr_bf.common.text import printable
 
+_LOST = re.compile(  # in messages of gloo, NCCL and torch's store about a rank that has ended or cannot be reached
+    r"Connection (closed|reset|refused)|[Tt]imed out|Application timeout|Broken pipe|[Rr]emote process exited"
+    r"|ncclRemoteError|No route to host|failed to recv"
+)
 T = TypeVar("T")
 E = TypeVar("E", bound=CommandError)
 
@@ -96,7 +101,7 @@ def process_group(device: torch.device, timeout_minutes: float) -> Iterator[None
     except BaseException as error:
         if isinstance(error, CommandError) and error.on_all_ranks:
             dist.destroy_process_group()
-        if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error)):
+        if isinstance(error, RuntimeError) and _LOST.search(str(error)):  # DistError is one
             raise TrainingError(
                 f"rank {rank()} on {socket.gethostname()} has lost the connection to another rank, which has ended or "
                 "whose machine cannot be reached: look at its messages. torchrun starts all ranks again while "

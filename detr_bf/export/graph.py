@@ -121,7 +121,8 @@ class ExportGraph(nn.Module):
     Without ``postprocess`` the outputs are class logits (B, Q, K), boxes (B, Q, 4) cx, cy, w, h in fractions of the
     unpadded image and, with a mask head, mask logits (B, Q, h, w) over the padded image. With it they are scores
     (B, N), labels (B, N) int64, boxes (B, N, 4) x0, y0, x1, y1 in fractions of the image and mask logits (B, N, h, w)
-    of at most ``max_detections`` detections, best first. With ``postprocess.nms`` the score of a duplicate is 0.
+    of at most ``max_detections`` detections, best first. With ``postprocess.nms`` duplicates have the
+    score 0 and stand at the end.
     """
 
     def __init__(self, model: Detector, postprocess: Postprocess | None, pixel_format: PixelFormat = RGB) -> None:
@@ -147,7 +148,10 @@ class ExportGraph(nn.Module):
         scores, query, labels = self._best(self.postprocess.classification.scores(logits), self.postprocess)
         corners = self.postprocess.corners(boxes).gather(1, query[..., None].expand(-1, -1, 4))
         if self.postprocess.nms is not None:
-            scores = self._without_duplicates(scores, labels, corners, self.postprocess)
+            kept = self._without_duplicates(scores, labels, corners, self.postprocess)
+            scores, order = kept.topk(kept.shape[1], dim=1)  # best first again
+            query, labels = query.gather(1, order), labels.gather(1, order)
+            corners = corners.gather(1, order[..., None].expand(-1, -1, 4))
         if masks is None:
             return scores, labels, corners
         index = query[..., None, None].expand(-1, -1, *masks.shape[2:])
@@ -187,13 +191,13 @@ class ExportGraph(nn.Module):
     def _without_duplicates(self, scores: Tensor, labels: Tensor, boxes: Tensor, postprocess: Postprocess) -> Tensor:
         """Return the scores (B, N), 0 for detections that ``postprocess.kept`` leaves out.
 
-        All images are filtered at once. Boxes lie within -0.5 and 1.5, so those of other images and classes are moved
-        by multiples of 2 and do not overlap.
+        All images are filtered at once. Boxes lie within -1.5 and 2.5 (D-FINE; others within -0.5 and 1.5), so those of
+        other images and classes are moved by multiples of 4 and do not overlap.
         """
         assert postprocess.nms is not None
         column = torch.zeros_like(labels) if postprocess.nms_across_classes else labels
         row = torch.arange(labels.shape[0], device=labels.device)[:, None].expand_as(labels)
-        apart = boxes + 2 * torch.stack([column, row, column, row], dim=-1)
+        apart = boxes + 4 * torch.stack([column, row, column, row], dim=-1)
         kept = nms(apart.flatten(0, 1), scores.flatten(), postprocess.nms)
         is_kept = torch.zeros_like(scores).flatten().index_fill(0, kept, 1).view_as(scores)
         return scores * is_kept

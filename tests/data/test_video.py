@@ -384,7 +384,7 @@ def test_frames_that_the_decoder_keeps_back_come_before_the_error(camera: Camera
 
 
 def run(detector: Predictor, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(command, "load_predictor", lambda checkpoint, device: detector)
+    monkeypatch.setattr(command, "load_predictor", lambda *_: detector)
     return run_tool(lambda: command.main(predict_arguments(["run", *arguments])))
 
 
