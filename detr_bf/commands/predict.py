@@ -215,7 +215,8 @@ def _check_unused(options: argparse.Namespace, what: str, threshold: bool = Fals
         "--no-save-pictures": options.save_pictures is False,
         "--tile": options.tile is not None,
         "--half": options.half,
-        "--nms": bool(options.overrides),
+        "--nms": any(each.startswith("eval.nms=") for each in options.overrides),
+        "--nms-across-classes": "eval.nms_across_classes=true" in options.overrides,
         "--threshold": threshold,
         "--reference": reference,
     }

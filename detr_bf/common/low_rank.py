@@ -6,6 +6,7 @@ Shape legend: I inputs, O outputs, N rank.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 import torch.nn.functional as F
@@ -62,14 +63,26 @@ def merged(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return a state dict in which the weights of linear layers replace those of :class:`LowRankLinear`, if any.
 
     Raises:
-        InputError: the parameters of such a layer are not complete, or do not fit together.
+        InputError: see :func:`check_low_rank`.
     """
-    prefixes = [name.removesuffix(BASE) for name in state if name.endswith(f".{BASE}")]
-    if not prefixes:
+    if not (prefixes := check_low_rank(state)):
         return state
     result = dict(state)
     for prefix in prefixes:
-        base, a, b = result.pop(prefix + BASE), result.pop(prefix + DOWN, None), result.pop(prefix + UP, None)
+        base, a, b = (result.pop(prefix + name) for name in (BASE, DOWN, UP))
+        result[prefix + "weight"] = merged_weight(base, a, b)
+    return result
+
+
+def check_low_rank(state: Mapping[str, Tensor]) -> list[str]:
+    """Return the prefixes of the low-rank layers in a state dict.
+
+    Raises:
+        InputError: the parameters of such a layer are not complete, or do not fit together.
+    """
+    prefixes = [name.removesuffix(BASE) for name in state if name.endswith(f".{BASE}")]
+    for prefix in prefixes:
+        base, a, b = state[prefix + BASE], state.get(prefix + DOWN), state.get(prefix + UP)
         if (
             (a is None or b is None)
             or not (base.is_floating_point() and base.dtype == a.dtype == b.dtype and a.dim() == b.dim() == 2)
@@ -80,16 +93,24 @@ def merged(state: dict[str, Tensor]) -> dict[str, Tensor]:
                 f"{printable(prefix)}{BASE}, {DOWN} and {UP} must be floating-point matrices (O, I), (N, I) and (O, N) "
                 "of one type: use another copy of the file"
             )
-        result[prefix + "weight"] = merged_weight(base, a, b)
-    return result
+    return prefixes
 
 
 def add_low_rank(model: nn.Module, names: list[str], rank: int) -> None:
-    """Replace the linear layers of those names by :class:`LowRankLinear` (in-place); one of two names stays one."""
+    """Replace the linear layers of those names by :class:`LowRankLinear` (in-place); one of two names stays one.
+
+    Raises:
+        InputError: a layer has a hook, which would be lost.
+    """
     built: dict[nn.Module, LowRankLinear] = {}
     for name in names:
         layer = model.get_submodule(name)
         if layer not in built:
             assert isinstance(layer, nn.Linear)
+            if layer._forward_pre_hooks or layer._forward_hooks:
+                raise InputError(
+                    f"a plug-in changes the inputs or outputs of {name}, as plugins.context_broadcasting.position=mid "
+                    "does, which low-rank changes cannot: choose another position, or freeze.lora=null"
+                )
             built[layer] = LowRankLinear(layer, rank)
         model.set_submodule(name, built[layer])

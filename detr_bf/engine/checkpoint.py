@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from detr_bf.common import distributed
 from detr_bf.common.errors import InputError, prefix_errors
 from detr_bf.common.files import atomic_write, check_weights, is_number, read_torch
-from detr_bf.common.low_rank import merged
+from detr_bf.common.low_rank import check_low_rank, merged
 from detr_bf.common.structures import ClassMap
 from detr_bf.common.text import listed, printable
 from detr_bf.evaluation import ScoreThresholds
@@ -99,7 +99,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
         if name == "model" or content[name] is not None:
             check_weights(_mapping(content[name], name, path), str(path), finite=False)
             with prefix_errors(str(path)):
-                merged(content[name])
+                check_low_rank(content[name])
     check_stored(content["config"], content["class_map"], path)
     if content["training"] is not None:
         _check_training(_mapping(content["training"], "training", path), path)

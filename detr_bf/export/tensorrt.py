@@ -71,7 +71,7 @@ def tensorrt_refusals(onnx_model: Any) -> list[str]:
             refused[f"{node.domain or 'ONNX'}.{node.op_type}"] += 1
             continue
         data = [name for name in node.input if name][node.op_type == "Where" :][:1]
-        if data and (kind := types.get(data[0], "FLOAT")) not in _TYPES[node.op_type]:
+        if data and (kind := types.get(data[0], "unknown type")) not in _TYPES[node.op_type]:
             refused[f"{node.op_type} of {kind}"] += 1
         refused.update(_restrictions(node, onnx, constants, ranks, types))
     opset = next((each.version for each in onnx_model.opset_import if each.domain in ("", "ai.onnx")), 0)
@@ -124,6 +124,10 @@ def _restrictions(
 
 def tensorrt_line(path: Path) -> str:
     """Return a sentence for the user about an ONNX file."""
-    if refused := tensorrt_refusals(imported("onnx").load(str(path))):
+    model = imported("onnx").load(str(path))
+    if refused := tensorrt_refusals(model):
         return f"TensorRT 10 refuses, by its table of operators: {'; '.join(refused)}"
-    return "TensorRT 10 takes every operator of the file, by its table; building was not tried"
+    said = "TensorRT 10 takes every operator of the file, by its table; building was not tried"
+    if any(node.op_type == "NonMaxSuppression" for node in model.graph.node):
+        said += ". The number of outputs of its NonMaxSuppression (eval.nms) depends on the data: --nms null is safer"
+    return said

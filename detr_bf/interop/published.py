@@ -80,7 +80,7 @@ def published_source(given: str) -> PublishedWeights | None:
     """
     path = Path(given).expanduser()
     if is_file(path) or is_folder(path):
-        return next((row for row in _TABLE.values() if row.path.absolute() == path.absolute()), None)
+        return next((row for row in _TABLE.values() if is_file(row.path) and path.samefile(row.path)), None)
     return published(given)
 
 

@@ -85,6 +85,8 @@ from detr_bf.engine import (
 )
 from detr_bf.engine.step import Criterion
 from detr_bf.evaluation import CocoEvaluator, PanopticEvaluator, encode, write_encoded, write_results
+from detr_bf.interop.classes import with_coco_classes
+from detr_bf.interop.published import published_source
 from detr_bf.report import DETECTION_PAGE
 from detr_bf.tasks.outputs import write_errors_and_pictures
 from detr_bf.tasks.task import Evaluate, MakeBatches, Task
@@ -210,7 +212,16 @@ class DetectionTask(Task[DetectionConfig]):
                     f"init_from: {config.init_from} was trained on RGB, and the first convolution, which must learn "
                     f"data.channels={config.data.channels}, is frozen: leave out freeze.lora or freeze.detector"
                 )
-            weights = self.fit_classes(model, weights, classes, frozen=frozen)
+            before = None
+            if published_source(config.init_from):
+                try:
+                    weights, before = with_coco_classes(weights)
+                except InputError as error:
+                    raise InputError(
+                        f"init_from: {config.init_from}: {error}. It is the copy of published weights, which have the "
+                        "classes of COCO: delete it to download it again"
+                    ) from error
+            weights = self.fit_classes(model, weights, classes, frozen=frozen, before=before)
             logger.info(load_fitting(model, weights, config.init_from, trained))
 
     def prepare_training(self, model: Detector) -> Detector:

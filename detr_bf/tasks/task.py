@@ -41,8 +41,7 @@ from detr_bf.data.checks.annotations import Report
 from detr_bf.engine import Checkpoint, EvaluationResult, RunFolder, Trainer, TrainingStep, build_and_load
 from detr_bf.engine.optimizer import RunSchedule
 from detr_bf.engine.step import Criterion, TrainingBatch
-from detr_bf.interop.classes import rows_by_name, with_coco_classes
-from detr_bf.interop.published import published_source
+from detr_bf.interop.classes import rows_by_name
 from detr_bf.report import TaskPage
 from detr_bf.report.detection import batch_former_source
 
@@ -153,25 +152,28 @@ class Task(ABC, Generic[C]):
         return model
 
     def fit_classes(
-        self, model: nn.Module, weights: dict[str, Tensor], classes: ClassMap, *, frozen: bool = False
+        self,
+        model: nn.Module,
+        weights: dict[str, Tensor],
+        classes: ClassMap,
+        *,
+        frozen: bool = False,
+        before: ClassMap | None = None,
     ) -> dict[str, Tensor]:
         """Return the weights of ``init_from`` with the rows of ``classes``, matched by name, and log which.
 
-        Published weights have the classes of COCO. Other weights that do not say theirs are returned as they are.
+        Weights that do not say their classes are returned as they are.
 
         Args:
             frozen: the rows are not trained.
+            before: classes of the weights; None: those that they say.
 
         Raises:
             InputError: ``frozen``, and the classes are others.
         """
         source, own = self.config.init_from, model.state_dict()
         assert source is not None, "there are weights"
-        before: ClassMap | None
-        if published_source(source):
-            weights, before = with_coco_classes(weights)
-        else:
-            before = initial_classes(source)
+        before = before or initial_classes(source)
         with torch.random.fork_rng(devices=[]), torch.device("meta"):
             more = self.build_model(classes.num_classes + 1).state_dict()
         tensors = [name for name, value in more.items() if value.shape != own[name].shape]

@@ -45,6 +45,14 @@ def low_rank(detector: Detector, std: float) -> Detector:
     return detector
 
 
+def test_a_layer_with_a_hook_is_refused() -> None:
+    """The plug-in would be lost in training and be there again in the loaded detector."""
+    plugin = ["plugins.context_broadcasting.enabled=true", "plugins.context_broadcasting.position=mid"]
+    detector = build_model(load_config(None, [*SMALL, *plugin], task="detection"), 3)
+    with pytest.raises(InputError, match=r"changes the inputs or outputs of encoder\.layers\..*position=mid"):
+        train_low_rank(detector, RANK)
+
+
 def tensors(outputs: Outputs) -> list[Tensor]:
     """Return logits and boxes of the main queries, the groups and the proposals."""
     parts = [outputs, *(part for _, part in outputs.groups)]
