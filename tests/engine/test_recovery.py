@@ -179,7 +179,7 @@ DAMAGED: dict[str, Callable[[dict[str, Any]], object]] = {
     "an unknown entry": lambda content: first(content).update(kind="os.system"),
     "no images": lambda content: first(content).update(images=None),
     "images on meta": lambda content: first(content).update(images=first(content)["images"].to("meta")),
-    "images of floats": lambda content: first(content).update(images=first(content)["images"].float()),
+    "images of doubles": lambda content: first(content).update(images=first(content)["images"].double()),
     "too small a mask": lambda content: first(content).update(padding_mask=first(content)["padding_mask"][:, :3]),
     "a target too few": lambda content: first(content).update(targets=first(content)["targets"][:1]),
     "a label of no class": lambda content: first(content)["targets"][0]["labels"].add_(10_000),
