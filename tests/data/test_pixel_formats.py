@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import contextlib
 import io
+import json
 import struct
 import zlib
 from collections.abc import Callable
@@ -23,7 +24,9 @@ from torchvision.tv_tensors import Image as Pixels
 from detr_bf.common.errors import InputError
 from detr_bf.common.structures import Batch, Target
 from detr_bf.data.augment import mosaic, photometrically_distorted, scale_jittered, zoomed_out
+from detr_bf.data.checks.annotations import examine
 from detr_bf.data.checks.files import ImageRecord, channel_statistics, check_files
+from detr_bf.data.coco import Source
 from detr_bf.data.image_headers import ORIENTATION, header_size, stored_format
 from detr_bf.data.images import PixelFormat, decode_image, displayed, pixel_values, read_image, stored_pixels
 from detr_bf.data.inputs import image_pixels
@@ -276,6 +279,14 @@ def test_statistics_do_not_come_from_images_scaled_otherwise(tmp_path: Path) -> 
     expected = found("new", 16)
     assert found("old", None) != expected
     assert found("old", 16) == expected
+    size = {"width": WIDTH, "height": HEIGHT}
+    images = [{"id": number, "file_name": f"{name}.png"} | size for number, name in enumerate("ab")]
+    content = {"images": images, "annotations": [], "categories": [{"id": 1, "name": "a"}]}
+    (tmp_path / "a.json").write_text(json.dumps(content))
+    source, cache = Source(tmp_path, tmp_path / "a.json"), tmp_path / "old"
+    report = examine(source, None, num_queries=1, cache_dir=cache, pixel_format=PixelFormat(1))
+    [mean], [std] = expected
+    assert f"of the channels: 1: {mean:.4g} +- {std:.4g}" in report.contents[0]
 
 
 def test_statistics_are_those_of_numpy_over_all_pixels(tmp_path: Path) -> None:

@@ -150,7 +150,13 @@ def examine(
     splits = [_with_references(split, references or {}, *reading) for split in splits]
     splits[0] = replace(splits[0], joined=joined)
     bits = pixel_format.grey_bits or grey_bits_of(train.images, list(splits[0].files), lambda: splits[0].files)
-    splits = [replace(split, pixel_format=replace(pixel_format, grey_bits=bits)) for split in splits]
+    form = replace(pixel_format, grey_bits=bits)
+    if (form.channels, form.depth) == (1, 8) and form != pixel_format:  # the mean of pixels depends on their scaling
+        reading = (*reading[:3], form)
+        for number, split in enumerate(splits):
+            files = check_files(ImageRecord, split.folder, list(split.files), *reading)
+            splits[number] = replace(split, files=files)
+    splits = [replace(split, pixel_format=form) for split in splits]
     splits[1:] = [replace(split, max_detections=max_detections) for split in splits[1:]]
     checks = [(split, check) for split in splits for check in (*CHECKS, *MASK_CHECKS, *REFERENCE_CHECKS)]
     findings = [finding for split, check in checks if (finding := check.on(split.name, split))]
