@@ -19,7 +19,7 @@ from detr_bf.common.errors import InputError
 from detr_bf.common.files import cache_folder, check_weights, is_file
 from detr_bf.common.structures import ClassMap
 from detr_bf.common.text import counted, listed, printable
-from detr_bf.config import DetectionConfig, RunConfig, config_to_dict, flatten_settings
+from detr_bf.config import DetectionConfig, RunConfig, config_from_dict, config_to_dict, flatten_settings
 from detr_bf.config.common import AUTO, LoadingConfig, resolved_number
 from detr_bf.config.data import DataConfig
 from detr_bf.data.batches import EpochBatches, derive_seed
@@ -35,6 +35,8 @@ from detr_bf.engine import (
     RunFolder,
     TrainSettings,
     checkpoint_of,
+    is_checkpoint,
+    load_checkpoint,
     make_loggers,
     parameter_groups,
 )
@@ -411,30 +413,65 @@ def initial_classes(path: str) -> ClassMap | None:
     return stored_classes(checkpoint_of(found))
 
 
+def _normalized_data(path: str) -> DataConfig | None:
+    """Return the data settings of a detector of ours if they have ``mean`` and ``std``; None for other weights."""
+    found = find_weights(path)
+    if found.name == SHARED_WEIGHTS and is_shared(found.parent):
+        checkpoint = load_shared(found.parent)
+    elif is_checkpoint(found := checkpoint_of(found)):
+        checkpoint = load_checkpoint(found)
+    else:
+        return None
+    data = checkpoint.config.get("data")
+    if not (isinstance(data, Mapping) and data.get("mean")):
+        return None
+    config = config_from_dict(checkpoint.config, source=f"the config in {found}")
+    return config.data if isinstance(config, DetectionConfig) else None
+
+
 def adopt_pixels(data: DataConfig, stored: DataConfig) -> None:
-    """Take ``grey_bits``, ``mean`` and ``std`` from the data settings of a run if they are not given (in-place)."""
+    """Take ``grey_bits``, ``mean`` and ``std`` from the data settings of a run if they are not given (in-place).
+
+    ``mean`` and ``std`` are those of its channels and depth, and not taken for others.
+    """
     if data.grey_bits is None:
         data.grey_bits = stored.grey_bits
-    if not data.mean and data.channels == stored.channels:
+    if not data.mean and (data.channels, data.depth) == (stored.channels, stored.depth):
         data.mean, data.std = list(stored.mean), list(stored.std)
 
 
-def choose_normalization(data: DataConfig, folder: Path, names: Sequence[str]) -> None:
-    """Set ``mean`` and ``std`` to those of up to 500 training images, evenly spaced, if not given (in-place).
+def choose_normalization(data: DataConfig, folder: Path, names: Sequence[str], init_from: str | None) -> None:
+    """Set ``mean`` and ``std`` if they are not given (in-place); the main rank decides for all.
 
-    RGB images of 8 bits keep those of the backbone.
+    They become those of a detector of the same channels and depth in ``init_from``, else those of up to 500 training
+    images, evenly spaced. RGB images of 8 bits keep those of the backbone if ``init_from`` has none.
     """
-    if data.is_rgb or data.mean:
-        return
+    if not data.mean and (init_from or not data.is_rgb):
+        found = distributed.run_on_main(lambda: _normalization(data, folder, names, init_from))
+        data.mean, data.std = map(list, found)
+
+
+def _normalization(
+    data: DataConfig, folder: Path, names: Sequence[str], init_from: str | None
+) -> tuple[list[float], list[float]]:
+    """Return ``mean`` and ``std``, see :func:`choose_normalization`."""
+    before = _normalized_data(init_from) if init_from else None
+    if before and (data.channels, data.depth) == (before.channels, before.depth):
+        text = "channels are normalised by data.mean=%s and data.std=%s of init_from=%s"
+        logger.info(text, before.mean, before.std, init_from)
+        return list(before.mean), list(before.std)
+    if data.is_rgb:
+        return [], []
     pixel_format = PixelFormat(data.channels, data.depth, data.grey_bits)
     reading = cache_folder("doctor"), max(1, data.workers), data.max_pixels, pixel_format
-    data.mean, data.std = channel_statistics(check_files(ImageRecord, folder, spaced(names), *reading).values())
-    if not data.mean:
+    mean, std = channel_statistics(check_files(ImageRecord, folder, spaced(names), *reading).values())
+    if not mean:
         raise InputError(
             f"no image of {printable(folder)} has data.channels={data.channels} of data.depth={data.depth} bits, whose "
             "mean and standard deviation the detector needs: detr-bf check names the images and what they have"
         )
-    logger.info("channels are normalised by data.mean=%s and data.std=%s of the images", data.mean, data.std)
+    logger.info("channels are normalised by data.mean=%s and data.std=%s of the images", mean, std)
+    return mean, std
 
 
 def choose_grey_bits(data: LoadingConfig, *folders: tuple[Path, Sequence[str]]) -> None:

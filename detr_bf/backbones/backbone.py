@@ -170,7 +170,7 @@ class Backbone(nn.Module):
 
     Raises:
         InputError: other channels than 3, or ``stack``, with a network whose first convolution does not have three
-            channels or is frozen.
+            channels or is frozen; ``mean`` or ``std`` have another length.
     """
 
     mean: Tensor
@@ -199,8 +199,10 @@ class Backbone(nn.Module):
         self.batch_former: BatchFormerV2 | None = None
         # Not persistent: the settings determine them, and published checkpoints do not contain them.
         for name, given, own in (("mean", mean, network.mean), ("std", std, network.std)):
+            if given is not None and len(given) != channels:
+                raise InputError(f"{name}={list(given)}: expected {channels} values, one for each channel")
             values = torch.tensor(own if given is None else given)
-            if len(values) != channels:
+            if len(values) != channels:  # the network's own, of RGB
                 values = values.mean().expand(channels)
             self.register_buffer(name, 255.0 * values.view(channels, 1, 1), persistent=False)
 

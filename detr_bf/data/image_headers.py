@@ -29,9 +29,9 @@ MOST_CHANNELS = 256
 _SAMPLE = 500  # files of a data set whose headers say what may occur
 _TIFF_STARTS = (b"II*\0", b"MM\0*", b"II+\0")  # the last one: BigTIFF; Pillow reads no big-endian ones
 _SUBFILE, _WIDTH, _HEIGHT, BITS_PER_SAMPLE, _PHOTOMETRIC = 254, 256, 257, 258, 262  # TIFF tags
-SAMPLES_PER_PIXEL, _EXTRA_SAMPLES = 277, 338  # TIFF tags
+SAMPLES_PER_PIXEL, _EXTRA_SAMPLES, _SAMPLE_FORMAT = 277, 338, 339  # TIFF tags
 _REDUCED_OR_MASK = 5  # bits of the tag
-_GREY, _ALPHA = 1, (1, 2)  # values of the tags
+_GREY, _ALPHA, _UNSIGNED = 1, (1, 2), 1  # values of the tags
 ORIENTATION = 0x0112  # EXIF tag
 TRANSPOSITIONS = {  # by EXIF value; ImageOps.exif_transpose rewrites the EXIF data and fails if they are broken
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -115,7 +115,7 @@ def stored_format(folder: Path, names: Sequence[str]) -> tuple[int, int] | None:
     """Return the channels and bits of a channel that up to 500 files, evenly spaced, have in common, by their headers.
 
     None: one is read as RGB of 8 bits as before, or they differ. Only TIFF files with several pages, or with samples
-    that are neither grey nor RGB with or without transparency, are not.
+    that are neither grey nor RGB with or without transparency, are not; the samples are unsigned.
     """
     found = {_of_header(folder / name, tiff_format) for name in spaced(names)}
     return found.pop() if len(found) == 1 else None
@@ -134,13 +134,17 @@ def _tiff_format(file: BinaryIO) -> tuple[int, int] | None:
     if tags is None:
         return None
     samples, bits = tags.get(SAMPLES_PER_PIXEL, 1), tags.get(BITS_PER_SAMPLE, (1,))[0]
+    if any(kind != _UNSIGNED for kind in tags.get(_SAMPLE_FORMAT, ())):
+        return None
     if samples == 1:
         image = identified(file)
         samples = 1 if image is None else len(page_numbers(image))
         return (samples, bits) if 1 < samples <= MOST_CHANNELS and bits in (8, 16) else None
     extra = tags.get(_EXTRA_SAMPLES, ())
-    rgb = tags.get(_PHOTOMETRIC) != _GREY and samples <= 4 and all(each in _ALPHA for each in extra[:1])
-    return None if rgb or samples > MOST_CHANNELS or bits not in (8, 16) else (samples, bits)
+    grey, first = tags.get(_PHOTOMETRIC) == _GREY, extra[:1]
+    rgb = not grey and samples <= 4 and all(each in _ALPHA for each in first)
+    transparent = grey and (samples, bits) == (2, 8) and any(each in _ALPHA for each in first)
+    return None if rgb or transparent or samples > MOST_CHANNELS or bits not in (8, 16) else (samples, bits)
 
 
 def boxes_as_stored(folder: Path, images: Iterable[tuple[str, tuple[int, int] | None]]) -> bool | None:

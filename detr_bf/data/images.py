@@ -57,6 +57,7 @@ _LEAST_HOT = 1000  # pixels; in a smaller image none may
 _PNG_CHANNELS = {0: 1, 2: 3, 4: 2, 6: 4}  # by the colour type of the header
 _STRETCH = (1, 99)  # percentiles of a picture of 16 bits that are drawn black and white
 _STRETCHED = 10**6  # values at most from which they are computed
+_ADVICE = "set it to that of the images, all of which must have the same, or leave out this one"
 _warned: set[Path] = set()  # folders with a 16-bit image that was logged
 
 
@@ -92,16 +93,19 @@ class PixelFormat:
         """Return samples (H, W, C) uint8 or uint16 as pixels (C, H, W).
 
         Raises:
-            ValueError: they have other channels or bits.
+            FormatError: they have other channels or bits.
         """
         count, bits = samples.shape[2], 8 * samples.dtype.itemsize
         if count != self.channels:
-            raise ValueError(f"it has {counted(count, 'channel')}, expected {self.channels} (data.channels)")
+            raise FormatError(
+                f"it has {counted(count, 'channel')}, expected {self.channels} (data.channels): {_ADVICE}"
+            )
         if count == 1 and bits > self.depth:
             samples = scale_to_8_bits(samples, self.grey_bits)
         elif bits != self.depth:
-            raise ValueError(f"it has {bits} bits a channel, expected {self.depth} (data.depth)")
-        return torch.from_numpy(np.ascontiguousarray(np.moveaxis(samples, 2, 0)))
+            raise FormatError(f"it has {bits} bits a channel, expected {self.depth} (data.depth): {_ADVICE}")
+        # a copy: the caller may change its array, and torch takes neither read-only nor big-endian ones
+        return torch.from_numpy(np.array(np.moveaxis(samples, 2, 0), samples.dtype.newbyteorder("="), order="C"))
 
     def blank(self, height: int, width: int) -> Tensor:
         """Return black pixels (C, H, W)."""
@@ -122,6 +126,10 @@ class PixelFormat:
 
 
 RGB = PixelFormat()
+
+
+class FormatError(ValueError):
+    """An image has other channels or bits than the data set; the message says what to do."""
 
 
 class MissingPackageError(InputError):
@@ -186,6 +194,8 @@ def read_image(
     except FileNotFoundError:
         shown = printable(path)
         raise InputError(f"image file {shown} does not exist; check the image folder and the file names") from None
+    except FormatError as error:
+        raise InputError(f"image file {printable(path)} cannot be used: {error}") from error
     except ValueError as error:
         shown = printable(path)
         raise InputError(
@@ -297,7 +307,10 @@ def open_image(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
         raise ValueError(f"it cannot be decoded ({printable(error) or type(error).__name__})") from error
     if image is None:
         if (stored := tiff_format(io.BytesIO(data))) is not None:
-            raise ValueError(f"it has {stored[0]} channels of {stored[1]} bits: see data.channels and data.depth")
+            raise FormatError(
+                f"it has {stored[0]} channels of {stored[1]} bits, expected RGB or grey: convert it; a detector reads "
+                "it with data.channels and data.depth"
+            )
         raise ValueError(f"it cannot be decoded (none of the formats {', '.join(IMAGE_FORMATS)})")
     return image
 
@@ -319,12 +332,26 @@ def _stored_samples(data: bytes, max_pixels: int) -> tuple[NDArray[Any], ImageSi
         return samples, oriented((samples.shape[0], samples.shape[1]), tags.get(ORIENTATION) if tags else None)
     image = open_image(data, max_pixels)
     try:
-        _check_samples(image.width * image.height * getattr(image, "n_frames", 1), max_pixels)
-        return image_samples(image, data), image_sizes(image)
+        return _image_samples(image, max_pixels, data), image_sizes(image)
     except ValueError:
         raise
     except Exception as error:  # of a page after the first
         raise ValueError(f"it cannot be decoded ({printable(error) or type(error).__name__})") from error
+
+
+def stored_pixels(image: Image.Image, max_pixels: int, pixel_format: PixelFormat) -> Tensor:
+    """Return a Pillow image, which stays as it is, as pixels of another format than RGB of 8 bits.
+
+    Raises:
+        ValueError: it has another format, or its pages differ.
+    """
+    image.load()  # Pillow rotates a TIFF file when it is decoded
+    page = image.tell()
+    try:
+        samples, sizes = _image_samples(image, max_pixels), image_sizes(image)
+    finally:
+        image.seek(page)
+    return pixel_format.pixels(_turned(samples, sizes.orientation))
 
 
 def _check_samples(count: int, max_pixels: int) -> None:
@@ -346,44 +373,54 @@ def _tiff_samples(data: bytes, max_pixels: int) -> NDArray[Any]:
         with tifffile.TiffFile(io.BytesIO(data)) as file:
             pages = [page for page in file.pages if not page.is_reduced and not page.is_mask]
             if len(pages) != 1:
-                raise ValueError(f"{counted(len(pages), 'page')} with several samples per pixel, expected one")
+                raise FormatError(f"it has {len(pages)} pages with several samples per pixel, expected one: convert it")
             page = pages[0]
             if page.imagewidth * page.imagelength > max_pixels:
                 size = f"{page.imagewidth} x {page.imagelength} pixels (width x height)"
                 raise TooLargeError(f"it has {size}, more than data.max_pixels={max_pixels}")
             if page.dtype not in (np.uint8, np.uint16):
-                raise ValueError(f"its samples are of the type {page.dtype}; expected 8 or 16 bits a channel")
+                raise FormatError(
+                    f"its samples are of the type {page.dtype}, expected unsigned ones of 8 or 16 bits: convert it"
+                )
             _check_samples(page.size, max_pixels)
             samples: NDArray[Any] = np.moveaxis(page.asarray(), page.axes.index("S"), -1)
             return samples
-    except TooLargeError:
+    except (TooLargeError, FormatError):
         raise
     except Exception as error:  # tifffile, too, raises almost anything
+        if "imagecodecs" in str(error):
+            raise MissingPackageError(
+                f"TIFF images of this compression need the package imagecodecs ({printable(error)}): pip install "
+                "'detr_bf[multispectral]'"
+            ) from error
         raise ValueError(f"it cannot be decoded ({printable(error) or type(error).__name__})") from error
 
 
-def image_samples(image: Image.Image, data: bytes = b"") -> NDArray[Any]:
+def _image_samples(image: Image.Image, max_pixels: int, data: bytes = b"") -> NDArray[Any]:
     """Return the samples (H, W, C) uint8 or uint16 of a Pillow image; those of a TIFF file are its pages.
 
     Args:
-        image: of one sample per pixel, if it is a TIFF file.
+        image: of one sample per pixel, if it is a TIFF file with several pages.
         data: of the file; without them 16-bit colours lose their lower 8 bits.
 
     Raises:
-        ValueError: a page has another size or type than the first, or its pixels have 32 bits.
+        TooLargeError: see :func:`_check_samples`.
+        ValueError: a page has another size, type or rotation than the first, or its pixels are not of 8 or 16 bits.
     """
+    numbers = page_numbers(image) if isinstance(image, TiffImageFile) else []
+    _check_samples(image.width * image.height * max(1, len(numbers)), max_pixels)
     if image.format == "PNG" and data and is_deep(image, data) and not is_grey_16(image):
         return _png_16(data)
-    if not isinstance(image, TiffImageFile) or len(numbers := page_numbers(image)) <= 1:
+    if not isinstance(image, TiffImageFile) or not numbers or image.n_frames == 1:
         return _samples(image)
     if len(numbers) > MOST_CHANNELS:
-        raise ValueError(f"it has {len(numbers)} pages; at most {MOST_CHANNELS} are read as channels")
-    pages, first = list[NDArray[Any]](), (image.size, image.mode)
+        raise FormatError(f"it has {len(numbers)} pages; at most {MOST_CHANNELS} are read as channels: convert it")
+    pages, seen = list[NDArray[Any]](), set[object]()
     for number in numbers:
         image.seek(number)
-        if pages and (image.size, image.mode) != first:
-            raise ValueError(f"page {number} has another size or type than the first")
-        first = image.size, image.mode
+        seen.add((image.size, image.mode, image.tag_v2.get(ORIENTATION, 1)))  # Pillow rotates each page by its own tag
+        if len(seen) > 1:
+            raise FormatError(f"page {number} has another size, type or rotation than the first: convert it")
         pages.append(_samples(image))
     return np.concatenate(pages, axis=2)
 
@@ -394,7 +431,9 @@ def _samples(image: Image.Image) -> NDArray[Any]:
     if image.mode == "F":
         raise ValueError("its pixels are floating-point numbers; expected 8 or 16 bits a channel")
     kept = image if image.mode in ("L", "LA", "RGB", "RGBA") else image.convert("L" if image.mode == "1" else "RGB")
-    return np.atleast_3d(np.array(kept))
+    samples = np.atleast_3d(np.array(kept))
+    is_grey = image.mode == "P" and (samples == samples[:, :, :1]).all()
+    return samples[:, :, :1] if is_grey else samples
 
 
 def _png_16(data: bytes) -> NDArray[Any]:
@@ -437,7 +476,7 @@ def pillow_pixels(
     """Return a Pillow image as (3, h, w) uint8 RGB; see :func:`read_image` for modes and the arguments.
 
     Raises:
-        ValueError: its pixels have 32 bits, or its size is not the annotated one.
+        ValueError: its pixels are not of 8 or 16 bits, or its size is not the annotated one.
     """
     rotate = image_sizes(image).wants_rotation(annotated, as_stored)
     turn = TRANSPOSITIONS.get(image.getexif().get(ORIENTATION, 1)) if rotate else None
@@ -456,7 +495,8 @@ def _rgb(image: Image.Image, grey_bits: int | None = None) -> Image.Image:
 def _grey_16(image: Image.Image) -> NDArray[Any]:
     values = np.asarray(image)
     if values.min() < 0 or values.max() > 0xFFFF:
-        raise ValueError("its pixels have 32 bits; expected 8 or 16 bits a channel")
+        kind = "values below 0" if values.min() < 0 else "values of more than 16 bits"
+        raise ValueError(f"its pixels have {kind}; expected 8 or 16 bits a channel, from 0")
     return values
 
 

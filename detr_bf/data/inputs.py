@@ -24,13 +24,14 @@ from detr_bf.data.image_headers import IMAGE_FORMATS
 from detr_bf.data.images import (
     MAX_PIXELS,
     RGB,
+    FormatError,
     PixelFormat,
     decode_image,
     file_limit,
-    image_samples,
     pillow_pixels,
     read_image,
     scale_to_8_bits,
+    stored_pixels,
 )
 
 _Result = TypeVar("_Result")
@@ -39,7 +40,7 @@ _Result = TypeVar("_Result")
 ImageLike: TypeAlias = str | Path | bytes | Tensor | NDArray[Any] | Image.Image
 _IMAGE = (
     "an image is a path, a URL, the bytes of an image file, a Pillow image, a NumPy array (H, W), (H, W, 1), (H, W, 3) "
-    "or (H, W, 4), or a tensor (H, W), (1, H, W), (3, H, W) or (4, H, W)"
+    "or (H, W, 4), or a tensor (H, W), (1, H, W), (3, H, W) or (4, H, W); with data.channels those channels"
 )
 _PIXELS = "uint8, uint16, or floating-point numbers from 0 to 1"
 _CHANNELS = (1, 3, 4)
@@ -73,8 +74,8 @@ def image_pixels(
         max_pixels: largest number of pixels.
         pixel_format: of the images. In another one than RGB of 8 bits images have its channels, as stored, and arrays
             its bits, or floating-point values from 0 to 1.
-        bgr: the channels of arrays and tensors are in the order blue, green, red (OpenCV's); files and Pillow images
-            know their order.
+        bgr: the channels of arrays and tensors are in the order blue, green, red (OpenCV's), perhaps with a fourth;
+            files and Pillow images know their order.
 
     Raises:
         InputError: ``image`` is something else, has no or too many pixels, or cannot be read.
@@ -89,7 +90,7 @@ def image_pixels(
         _check_extent(image.height, image.width, name, max_pixels)
         try:
             if not pixel_format.is_rgb:
-                return pixel_format.pixels(image_samples(image))
+                return stored_pixels(image, max_pixels, pixel_format)
             return pillow_pixels(image, grey_bits=pixel_format.grey_bits)
         except Exception as error:  # a lazily read image is decoded now, and decoders raise almost anything
             shown = printable(error) or type(error).__name__
@@ -239,14 +240,22 @@ def _array_pixels(
             levels, kind = (255, np.uint8) if pixel_format.depth == 8 else (0xFFFF, np.uint16)
             stored = (stored.astype(np.float64) * levels).round().astype(kind)
         try:
-            return pixel_format.pixels(stored[:, :, ::-1] if bgr else stored)
-        except ValueError as error:
+            return pixel_format.pixels(_as_rgb(stored, name) if bgr else stored)
+        except FormatError as error:
             raise InputError(f"{name} is {described(image)}, and {error}") from error
     scaled = _as_uint8(np.ascontiguousarray(values), name, described(image), pixel_format.grey_bits)
     colours = np.atleast_3d(scaled)[:, :, :3]
     if bgr:
         colours = colours[:, :, ::-1]
     return torch.from_numpy(np.array(colours)).permute(2, 0, 1).expand(3, -1, -1).contiguous()
+
+
+def _as_rgb(values: NDArray[Any], name: str) -> NDArray[Any]:
+    """Return values (H, W, C) with the first three channels in reverse order."""
+    if values.shape[2] not in (3, 4):
+        count = counted(values.shape[2], "channel")
+        raise InputError(f"{name} has {count}, and bgr=True is the order of 3, or 4 with transparency: leave it out")
+    return np.concatenate([values[:, :, 2::-1], values[:, :, 3:]], axis=2)
 
 
 def _check_array(image: Tensor | NDArray[Any], name: str, channels: Sequence[int]) -> tuple[int, int]:

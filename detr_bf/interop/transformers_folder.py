@@ -137,6 +137,8 @@ def write_transformers_folder(
         raise InputError(f"batch_former.mode={mode} uses batch attention in evaluation; transformers does not")
     if config["model"]["backbone"].get("reference", "none") != "none":
         raise InputError("model.backbone.reference: transformers' detectors see no reference")
+    if config["data"].get("mean"):
+        raise InputError("data.mean and data.std: a folder of transformers has those of the backbone, not of a run")
     for file in TRANSFORMERS_FILES:
         if (folder / file).exists() or (folder / file).is_symlink():
             raise InputError(f"{printable(folder / file)} exists: give a new folder")

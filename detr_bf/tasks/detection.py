@@ -175,7 +175,7 @@ class DetectionTask(Task[DetectionConfig]):
             folders.append((own or source.images, [str(file.relative_to(own or source.images)) for file in files]))
         if self.config.data.depth == 8 and self.config.data.channels in (1, 3):
             choose_grey_bits(self.config.data, *folders)
-        choose_normalization(self.config.data, *folders[0])
+        choose_normalization(self.config.data, *folders[0], self.config.init_from)
         data = build_train_data(self.config)
         check_enough_tokens(self.config, data, "train")
         return data
@@ -235,7 +235,7 @@ class DetectionTask(Task[DetectionConfig]):
         Its ``init_from`` stays too: learning rates that are ``auto`` depend on it.
 
         Raises:
-            InputError: the parts that are trained are others.
+            InputError: the parts that are trained, or the channels or depth of the images, are others.
         """
         stored = config_from_dict(checkpoint.config)
         if self.config.freeze.lora != stored.freeze.lora:
@@ -244,6 +244,13 @@ class DetectionTask(Task[DetectionConfig]):
                 f"freeze.lora={rank}: the run was started with freeze.lora={before}; resume with that, or start a new "
                 "run from its last checkpoint with init_from and another output_dir"
             )
+        for name in ("channels", "depth"):
+            now, before = getattr(self.config.data, name), getattr(stored.data, name)
+            if now != before:
+                raise InputError(
+                    f"data.{name}={now}: the run was started with data.{name}={before}; resume with that, or start a "
+                    "new run from its last checkpoint with init_from and another output_dir"
+                )
         given, self.config.init_from = self.config.init_from, stored.init_from
         if given not in (None, stored.init_from):
             text = "init_from=%s is not used: the run started from %s, and goes on from its last checkpoint"

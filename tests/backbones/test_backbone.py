@@ -209,6 +209,8 @@ def test_other_channels_keep_the_response_to_grey(channels: int) -> None:
     torch.testing.assert_close(found.tensor, expected.tensor, rtol=1e-3, atol=1e-4)
     unknown = build(strides=[8], channels=channels)
     torch.testing.assert_close(unknown.mean, torch.full((channels, 1, 1), 255 * (0.485 + 0.456 + 0.406) / 3))
+    with pytest.raises(InputError, match=f"expected {channels} values, one for each channel"):
+        build(strides=[8], channels=channels, std=[0.2] * (channels + 1))
 
 
 def test_channels_and_references_widen_one_after_the_other() -> None:

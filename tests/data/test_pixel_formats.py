@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import contextlib
 import io
+import json
 import struct
 import zlib
 from collections.abc import Callable
@@ -23,9 +24,11 @@ from torchvision.tv_tensors import Image as Pixels
 from detr_bf.common.errors import InputError
 from detr_bf.common.structures import Batch, Target
 from detr_bf.data.augment import mosaic, photometrically_distorted, scale_jittered, zoomed_out
+from detr_bf.data.checks.annotations import examine
 from detr_bf.data.checks.files import ImageRecord, channel_statistics, check_files
-from detr_bf.data.image_headers import header_size, stored_format
-from detr_bf.data.images import PixelFormat, decode_image, displayed, pixel_values, read_image
+from detr_bf.data.coco import Source
+from detr_bf.data.image_headers import ORIENTATION, header_size, stored_format
+from detr_bf.data.images import PixelFormat, decode_image, displayed, pixel_values, read_image, stored_pixels
 from detr_bf.data.inputs import image_pixels
 from detr_bf.data.transforms import Sample, SquareResize, eval_sample, mixup
 
@@ -119,14 +122,14 @@ def test_a_mixture_of_depths_and_formats_is_refused(tmp_path: Path) -> None:
         read_image(tmp_path / "8.tif", pixel_format=PixelFormat(5, 16))
     with pytest.raises(InputError, match=r"16 bits a channel, expected 8 \(data.depth\)"):
         read_image(tmp_path / "16.tif", pixel_format=PixelFormat(5, 8))
-    with pytest.raises(InputError, match=r"it has 5 channels of 8 bits: see data\.channels and data\.depth"):
+    with pytest.raises(InputError, match=r"it has 5 channels of 8 bits, expected RGB or grey: convert it; "):
         read_image(tmp_path / "8.tif")
     assert stored_format(tmp_path, ["8.tif", "16.tif"]) is None
     for values, said in (
         (samples(5, 8).astype(np.float32), "float32"),
         (samples(5, 16).astype(np.uint32), "uint32"),
     ):
-        with pytest.raises(ValueError, match=f"type {said}; expected 8 or 16 bits"):
+        with pytest.raises(ValueError, match=f"^its samples are of the type {said}, expected unsigned ones"):
             decode_image(tiff(values), pixel_format=PixelFormat(5, 16))
     with pytest.raises(ValueError, match=r"17 x 13 pixels \(width x height\), more than data.max_pixels=100"):
         decode_image(tiff(samples(5, 16)), 100, pixel_format=PixelFormat(5, 16))
@@ -178,6 +181,13 @@ def test_tifffile_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     found = check_files(ImageRecord, tmp_path, ["a.tif"], tmp_path / "cache", 1, pixel_format=form)
     assert not found["a.tif"].problem
 
+    def without_imagecodecs(page: tifffile.TiffPage) -> None:
+        raise ValueError("<COMPRESSION.LZW: 5> requires the 'imagecodecs' package")
+
+    monkeypatch.setattr(tifffile.TiffPage, "asarray", without_imagecodecs)
+    with pytest.raises(InputError, match=r"^TIFF .* imagecodecs .* pip install 'detr_bf\[multispectral\]'$"):
+        check_files(ImageRecord, tmp_path, ["a.tif"], tmp_path / "other cache", 1, pixel_format=form)
+
 
 def test_grey_images_of_one_channel(tmp_path: Path) -> None:
     deep = samples(1, 16) >> 4  # 12 bits
@@ -197,6 +207,86 @@ def test_the_exif_rotation_turns_all_channels(tmp_path: Path) -> None:
         assert header_size(tmp_path / "a.tif") == turned.shape[:2]
         stored = read_image(tmp_path / "a.tif", (HEIGHT, WIDTH), pixel_format=PixelFormat(5, 16), as_stored=True)
         assert np.array_equal(stored.numpy(), np.moveaxis(values, 2, 0))
+
+
+def test_pages_of_a_stack_turn_together() -> None:
+    values = samples(3, 16)
+    for orientations in ((6, 1, 1), (6, 6, 6)):
+        with tifffile.TiffWriter(pages := io.BytesIO()) as file:
+            for channel, orientation in enumerate(orientations):
+                tags = [(274, "H", 1, orientation, False)]
+                file.write(values[..., channel], photometric="minisblack", extratags=tags, metadata=None)
+        if len(set(orientations)) > 1:
+            with pytest.raises(ValueError, match="page 1 has another size, type or rotation"):
+                decode_image(pages.getvalue(), pixel_format=PixelFormat(3, 16))
+            continue
+        expected = torch.from_numpy(np.moveaxis(np.rot90(values, -1), 2, 0).copy())
+        assert torch.equal(decode_image(pages.getvalue(), pixel_format=PixelFormat(3, 16)), expected)
+        with Image.open(pages) as image:
+            image.seek(1)
+            assert torch.equal(image_pixels(image, "it", pixel_format=PixelFormat(3, 16)), expected)
+            assert image.tell() == 1
+
+
+def test_a_pillow_image_is_treated_as_its_file(tmp_path: Path) -> None:
+    exif = Image.Exif()
+    exif[ORIENTATION] = 6
+    Image.fromarray(samples(1, 8)[..., 0]).save(tmp_path / "a.png", exif=exif)
+    Image.fromarray(samples(1, 8)[..., 0]).save(tmp_path / "a.tif", exif=exif, compression="tiff_lzw")
+    for name in ("a.png", "a.tif"):
+        read = read_image(tmp_path / name, pixel_format=PixelFormat(1))
+        assert read.shape == (1, WIDTH, HEIGHT)
+        with Image.open(tmp_path / name) as image:
+            assert torch.equal(image_pixels(image, "it", pixel_format=PixelFormat(1)), read)
+    with pytest.raises(ValueError, match="it has 36,000,000 samples"):
+        stored_pixels(Image.new("L", (6000, 6000)), 10, PixelFormat(1))
+
+
+def test_headers_of_files_that_are_read_as_rgb(tmp_path: Path) -> None:
+    """Grey with transparency, and samples that are not unsigned."""
+    Image.fromarray(samples(2, 8), "LA").save(tmp_path / "a.tif")
+    assert stored_format(tmp_path, ["a.tif"]) is None
+    assert read_image(tmp_path / "a.tif").shape == (3, HEIGHT, WIDTH)
+    for kind in (np.int16, np.float16):
+        for pages in (False, True):
+            (tmp_path / "b.tif").write_bytes(tiff((samples(4, 16) // 2).astype(kind), pages=pages, metadata=None))
+            assert stored_format(tmp_path, ["b.tif"]) is None
+    signed = tiff(samples(1, 16).astype(np.int16), pages=True)
+    with pytest.raises(ValueError, match="its pixels have values below 0"):
+        decode_image(signed)
+
+
+def test_grey_palettes_have_one_channel() -> None:
+    grey = Image.fromarray(samples(1, 8)[..., 0] // 2)
+    for kind in ("GIF", "PNG"):
+        file = io.BytesIO()
+        grey.convert("RGB").quantize(256).save(file, kind)
+        expected = torch.from_numpy(np.array(Image.open(file).convert("RGB"))[..., 0])
+        assert torch.equal(decode_image(file.getvalue(), pixel_format=PixelFormat(1))[0], expected)
+
+
+def test_statistics_do_not_come_from_images_scaled_otherwise(tmp_path: Path) -> None:
+    """A check without ``data.grey_bits`` fills the cache before a run chooses them."""
+    for name, bits in (("a.png", 12), ("b.png", 16)):
+        (tmp_path / name).write_bytes(png(samples(1, 16) >> (16 - bits)))
+
+    def found(cache: str, grey_bits: int | None) -> tuple[list[float], list[float]]:
+        form = PixelFormat(1, 8, grey_bits)
+        return channel_statistics(
+            check_files(ImageRecord, tmp_path, ["a.png", "b.png"], tmp_path / cache, 1, pixel_format=form).values()
+        )
+
+    expected = found("new", 16)
+    assert found("old", None) != expected
+    assert found("old", 16) == expected
+    size = {"width": WIDTH, "height": HEIGHT}
+    images = [{"id": number, "file_name": f"{name}.png"} | size for number, name in enumerate("ab")]
+    content = {"images": images, "annotations": [], "categories": [{"id": 1, "name": "a"}]}
+    (tmp_path / "a.json").write_text(json.dumps(content))
+    source, cache = Source(tmp_path, tmp_path / "a.json"), tmp_path / "old"
+    report = examine(source, None, num_queries=1, cache_dir=cache, pixel_format=PixelFormat(1))
+    [mean], [std] = expected
+    assert f"of the channels: 1: {mean:.4g} +- {std:.4g}" in report.contents[0]
 
 
 def test_statistics_are_those_of_numpy_over_all_pixels(tmp_path: Path) -> None:
@@ -286,3 +376,16 @@ def test_arrays_of_a_predictor() -> None:
         with pytest.raises(InputError, match=said):
             image_pixels(given, "it", pixel_format=form)
     assert image_pixels(values[..., 0], "it", pixel_format=PixelFormat(1, 16)).shape == (1, HEIGHT, WIDTH)
+    for read_only in (values.astype(">u2"), np.broadcast_to(values, values.shape)):
+        assert torch.equal(image_pixels(read_only, "it", pixel_format=form), expected)
+    grey = values[..., :1].copy()
+    pixels = image_pixels(grey, "it", pixel_format=PixelFormat(1, 16))
+    grey[:] = 0
+    assert torch.equal(pixels, expected[:1])
+    for channels, order in ((3, [2, 1, 0]), (4, [2, 1, 0, 3])):
+        four = PixelFormat(channels, 16)
+        assert torch.equal(
+            image_pixels(values[..., :channels], "it", pixel_format=four, bgr=True), expected[:channels][order]
+        )
+    with pytest.raises(InputError, match="it has 5 channels, and bgr=True is the order of 3"):
+        image_pixels(values, "it", pixel_format=form, bgr=True)

@@ -107,13 +107,23 @@ def test_five_channels_through_the_commands(folder: Path) -> None:
 
 
 @pytest.mark.full
-def test_resumes_to_the_same_bits_and_starts_from_rgb(folder: Path) -> None:
+def test_resumes_to_the_same_bits_and_starts_from_rgb(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     whole, parted = trained(folder, "whole"), trained(folder, "parted", "train.max_steps=1")
     again = ["data.mean=[]", "data.std=[]", "train.max_steps=2", "--resume"]
     assert main(["train", str(parted / "config.yaml"), *again]) == 0
     straight, resumed = load_checkpoint(whole / "last.pt"), load_checkpoint(parted / "last.pt")
     assert_same(resumed.model, straight.model)
     assert resumed.config["data"]["mean"] == straight.config["data"]["mean"]
+    assert main(["train", str(parted / "config.yaml"), "data.mean=[]", "data.std=[]", "data.depth=8", "--resume"]) == 2
+    assert "the run was started with data.depth=16" in capsys.readouterr().err
+
+    fewer = folder.parent / "fewer"
+    shutil.copytree(folder, fewer)
+    for file in (fewer / "images/train").glob("*.tif"):
+        tifffile.imwrite(file, tifffile.imread(file) // 2, planarconfig="contig")
+    started = load_checkpoint(trained(fewer, "from_five", f"init_from={whole}", "train.max_steps=1") / "last.pt")
+    assert started.config["data"]["mean"] == straight.config["data"]["mean"]
+    assert started.config["data"]["std"] == straight.config["data"]["std"]
 
     photographs = folder.parent / "photographs"
     shutil.copytree(folder, photographs)

@@ -150,7 +150,7 @@ def examine(
     splits = [_with_references(split, references or {}, *reading) for split in splits]
     splits[0] = replace(splits[0], joined=joined)
     bits = pixel_format.grey_bits or grey_bits_of(train.images, list(splits[0].files), lambda: splits[0].files)
-    splits = [replace(split, pixel_format=replace(pixel_format, grey_bits=bits)) for split in splits]
+    splits = [_scaled_from(split, bits, *reading) for split in splits]
     splits[1:] = [replace(split, max_detections=max_detections) for split in splits[1:]]
     checks = [(split, check) for split in splits for check in (*CHECKS, *MASK_CHECKS, *REFERENCE_CHECKS)]
     findings = [finding for split, check in checks if (finding := check.on(split.name, split))]
@@ -203,6 +203,16 @@ def _with_references(
     files = own_files(split.content.images, split.folder, folders[split.name])
     found = open_references(files, folders[split.name] or split.folder, cache, workers, max_pixels, pixel_format)
     return replace(split, references=found)
+
+
+def _scaled_from(
+    split: Split, bits: int | None, cache: Path, workers: int, max_pixels: int, pixel_format: PixelFormat
+) -> Split:
+    """Return the split with these grey_bits; images of one channel are read again, for the mean of scaled pixels."""
+    form, files = replace(pixel_format, grey_bits=bits), split.files
+    if (form.channels, form.depth) == (1, 8) and form != pixel_format:
+        files = check_files(ImageRecord, split.folder, list(files), cache, workers, max_pixels, form)
+    return replace(split, pixel_format=form, files=files)
 
 
 def _summary(split: Split) -> str:

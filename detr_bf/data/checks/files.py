@@ -146,6 +146,8 @@ def check_files(
     """
     digest = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:24]
     form = "" if pixel_format.is_rgb else f"-{pixel_format.channels}x{pixel_format.depth}"
+    if (pixel_format.channels, pixel_format.depth) == (1, 8) and pixel_format.grey_bits is not None:
+        form += f"-{pixel_format.grey_bits}"  # the moments are of scaled pixels
     cache_file = cache_dir / f"{digest}{kind.CACHE}{form}.json"
     known = _load(kind, cache_file)
     present = {name: status for name in dict.fromkeys(names) if (status := _status(folder, name))}
