@@ -98,6 +98,7 @@ def _converting(name: str) -> Iterator[None]:
 def _executorch_program(program: torch.export.ExportedProgram) -> bytes:
     """Return a program for ExecuTorch: what XNNPACK knows is computed by it, the rest by portable operators."""
     exir = imported("executorch.exir")
+    program = program.run_decompositions({torch.ops.aten.sort.default: _sort})
     xnnpack = imported("executorch.backends.xnnpack.partition.xnnpack_partitioner")
     lowered = exir.to_edge_transform_and_lower(program, partitioner=[xnnpack.XnnpackPartitioner()]).to_executorch()
     (plan,) = lowered.executorch_program.execution_plan
@@ -106,6 +107,11 @@ def _executorch_program(program: torch.export.ExportedProgram) -> bytes:
     if missing := sorted(needed - known):
         raise InputError(f"ExecuTorch cannot express the detector: its runtime lacks {printable(', '.join(missing))}")
     return bytes(lowered.buffer)
+
+
+def _sort(x: Tensor, dim: int = -1, descending: bool = False) -> Sequence[Tensor]:
+    """Sort by ``topk``: the runtimes of ExecuTorch 1.5 and LiteRT 2.3 have no sort."""
+    return x.topk(x.shape[dim], dim, largest=descending)
 
 
 class _Named(nn.Module):
@@ -123,7 +129,7 @@ class _Named(nn.Module):
 def _litert_model(program: torch.export.ExportedProgram, inputs: Sequence[str], outputs: Sequence[str]) -> bytes:
     """Return a model for LiteRT; its integers of 64 bits become those of 32."""
     litert, aten = imported("litert_torch"), torch.ops.aten
-    program = program.run_decompositions({aten.split_with_sizes.default: _split})
+    program = program.run_decompositions({aten.split_with_sizes.default: _split, aten.sort.default: _sort})
     examples = dict(zip(inputs, program.example_inputs[0], strict=True))
     return bytes(
         litert.convert(_Named(program.module(), outputs), sample_kwargs=examples, strict_export=False).model_content()
