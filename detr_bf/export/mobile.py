@@ -60,6 +60,11 @@ def mobile_file(
         InputError: the format cannot express an operator of the detector.
     """
     name = _EXTRAS[suffix][0]
+    if graph.postprocess is not None and graph.postprocess.nms is not None:  # its number of outputs is open
+        raise InputError(
+            f"{name} cannot express the operator torchvision::nms of eval.nms={graph.postprocess.nms}: leave "
+            "--with-postprocess out, or the filter with --nms null"
+        )
     with torch.no_grad(), _converting(name):
         if suffix == COREML_SUFFIX:
             model = _coreml_model(graph, form, padded=padded)
@@ -171,7 +176,7 @@ def _coreml_model(graph: ExportGraph, form: ExportSignature, *, padded: bool) ->
 
 def write_mobile(content: bytes, path: Path, metadata: Mapping[str, Any]) -> None:
     """Write a program and, in a ZIP archive behind it, its metadata, as TensorFlow Lite has associated files."""
-    values = {"format": MOBILE_FORMATS[path.suffix], "program": hashlib.sha256(content).hexdigest(), **metadata}
+    own = {"format": MOBILE_FORMATS[path.suffix], "program": hashlib.sha256(content).hexdigest()}
     path.write_bytes(content)
     with zipfile.ZipFile(path, "a") as archive:
-        archive.writestr(MOBILE_METADATA, json.dumps(values))
+        archive.writestr(MOBILE_METADATA, json.dumps({**metadata, **own}))
