@@ -160,15 +160,9 @@ def export_detector(
     batches = list(compared_batches(images, transform, form, settings["square"]))
     metadata = {**file_metadata(exported, form, license), "reads_references": graph.reads_references}
     metadata["precision"] = precision
-    padded, short_side = form.pads(settings["square"]), settings["square"] or settings["eval_short_side"]
     given = (Batch.collate([pair_sample(transform, pair, index)]) for index, pair in enumerate(calibration))
     with tempfile.TemporaryDirectory() as folder:
-        if path.suffix == PACKAGE_SUFFIX:
-            save = _package(graph, form, Path(folder), padded=padded, device=device)
-        elif path.suffix in MOBILE_SUFFIXES:
-            save = mobile_file(path.suffix, graph, form, padded=padded)
-        else:
-            save = _onnx(path, graph, form, metadata, given, padded=padded, short_side=short_side)
+        save = _converted(path, graph, form, metadata, given, Path(folder), settings, device)
         draft = Path(folder) / f"draft{path.suffix}"
         save(draft, metadata)
         tolerances = TOLERANCES if precision == "float32" else None
@@ -182,6 +176,26 @@ def export_detector(
             save(draft, {**metadata, "ap": evaluate(draft)})
         _place(draft, path)
     return compared
+
+
+def _converted(
+    path: Path,
+    graph: ExportGraph,
+    form: ExportSignature,
+    metadata: Mapping[str, Any],
+    calibration: Iterable[Batch],
+    folder: Path,
+    settings: Mapping[str, Any],
+    device: str,
+) -> Save:
+    """Return a function that writes the graph in the format of ``path``; a package is compiled in ``folder``."""
+    padded = form.pads(settings["square"])
+    if path.suffix == PACKAGE_SUFFIX:
+        return _package(graph, form, folder, padded=padded, device=device)
+    if path.suffix in MOBILE_SUFFIXES:
+        return mobile_file(path.suffix, graph, form, padded=padded)
+    short_side = settings["square"] or settings["eval_short_side"]
+    return _onnx(path, graph, form, metadata, calibration, padded=padded, short_side=short_side)
 
 
 def _check_references(images: Sequence[ImagePair], reads_references: bool) -> None:

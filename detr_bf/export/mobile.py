@@ -155,13 +155,16 @@ def _coreml_model(graph: ExportGraph, form: ExportSignature, *, padded: bool) ->
             aten.__or__.Tensor: lambda a, b: torch.logical_or(a, b) if a.dtype == torch.bool else NotImplemented,
             aten.__and__.Tensor: lambda a, b: torch.logical_and(a, b) if a.dtype == torch.bool else NotImplemented,
             aten.alias.default: lambda x: x.view(x.shape),
+            # of coremltools 9 it is a float, which is no index
+            aten.floor_divide.default: lambda a, b: torch.div(a, b, rounding_mode="floor").int().to(a.dtype),
             aten.where.ScalarOther: lambda condition, x, other: torch.where(condition, x, torch.full_like(x, other)),
         }
     )
     assert form.size is not None, "mobile files have a fixed size"
+    shape = (1, 3, *form.size)
 
     def image(name: str) -> Any:
-        return coremltools.ImageType(name, shape=(1, 3, *form.size), color_layout=coremltools.colorlayout.RGB)
+        return coremltools.ImageType(name, shape=shape, color_layout=coremltools.colorlayout.RGB)
 
     sizes = [coremltools.TensorType("sizes", shape=(1, 2), dtype=int)] if padded else []
     return coremltools.convert(
