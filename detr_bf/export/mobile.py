@@ -115,8 +115,9 @@ def _executorch_program(program: torch.export.ExportedProgram) -> bytes:
 
 
 def _sort(x: Tensor, dim: int = -1, descending: bool = False) -> Sequence[Tensor]:
-    """Sort by ``topk``: the runtimes of ExecuTorch 1.5 and LiteRT 2.3 have no sort."""
-    return x.topk(x.shape[dim], dim, largest=descending)
+    """Sort by the indices of ``topk``: ExecuTorch 1.5 and LiteRT 2.3 have no sort, to which LiteRT turns its values."""
+    indices = x.topk(x.shape[dim], dim, largest=descending).indices
+    return x.gather(dim, indices), indices
 
 
 class _Named(nn.Module):

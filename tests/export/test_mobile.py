@@ -42,7 +42,7 @@ def test_every_detector_gives_the_same_on_a_phone(name: str, suffix: str, tmp_pa
     original = predictor(name)
     compared = original.export(tmp_path / f"it{suffix}", **FORM)
     assert [(each.images, each.padded) for each in compared] == [(1, False), (1, True), (1, True)]
-    assert max(value for each in compared for value in each.differences.values()) < 2e-5, parity_table(compared)
+    assert max(value for each in compared for value in each.differences.values()) < 1e-4, parity_table(compared)
     image = torch.randint(256, (3, 64, 96), dtype=torch.uint8)
     same(detr_bf.load(tmp_path / f"it{suffix}")(image, threshold=0.0), original(image, threshold=0.0))
 
