@@ -1,4 +1,4 @@
-"""Write a detector for ONNX, OpenVINO or as machine code, and compare its outputs with those of torch."""
+"""Write a detector for ONNX, OpenVINO, phones or as machine code, and compare its outputs with those of torch."""
 
 from __future__ import annotations
 
@@ -71,8 +71,11 @@ def _run(options: argparse.Namespace) -> int:
         evaluate=None if count is None else evaluate,
         device=options.device,
     )
-    print(f"largest differences between the file and torch, {source}:")
-    print(parity_table(compared))
+    if compared:
+        print(f"largest differences between the file and torch, {source}:")
+        print(parity_table(compared))
+    else:
+        print("the outputs are not compared with those of torch: macOS and iOS compute Core ML files")
     if options.output.suffix == ONNX_SUFFIX:
         print(tensorrt_line(options.output))
     if "not_compared" in found:
@@ -80,7 +83,8 @@ def _run(options: argparse.Namespace) -> int:
     elif found:
         print(f"AP on {found['images']} validation images: torch {found['torch']:.3f}, file {found['file']:.3f}")
     for file in file_names(options.output):
-        print(f"{file_size(file) / 1e6:.1f} MB: {printable(file)}")
+        parts = [each for each in file.rglob("*") if each.is_file()] if file.is_dir() else [file]
+        print(f"{sum(map(file_size, parts)) / 1e6:.1f} MB: {printable(file)}")
     return 0
 
 

@@ -192,7 +192,7 @@ def serve_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(given)
 
 
-_EXPORT = """Write a detector for ONNX, OpenVINO or as machine code, and compare its outputs with those of torch.
+_EXPORT = """Write a detector for another program or as machine code, and compare its outputs with those of torch.
 
 detr-bf export runs/mine --output mine.onnx                      # any number of images of any size
 detr-bf export runs/mine --output mine.onnx --batch 1 --size 640x640 --with-postprocess
@@ -202,6 +202,8 @@ detr-bf export runs/mine --output int8.onnx --int8 photos --evaluate 200
 detr-bf export runs/pairs --output pairs.onnx --images photos --references templates   # with an input for references
 detr-bf export runs/mine --output mine.xml                       # OpenVINO: mine.xml, and the weights in mine.bin
 detr-bf export runs/mine --output mine.pt2 --size 640x640        # compiled by AOTInductor for processors like this one
+detr-bf export runs/mine --output mine.pte --batch 1 --size 640x640      # ExecuTorch; .tflite: LiteRT
+detr-bf export runs/mine --output mine.mlpackage --batch 1 --size 640x640    # Core ML, which is not compared
 
 The images to compare with are those of --images, else the first validation images of the run, else synthetic ones. If
 an output differs by more than its tolerance, nothing is written and the exit code is 1; --half and --int8 have no
@@ -218,7 +220,8 @@ def export_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
         metavar="FILE",
         type=Path,
         required=True,
-        help="file to write: .onnx, .xml (OpenVINO) or .pt2 (AOTInductor)",
+        help="file to write: .onnx, .xml (OpenVINO), .pt2 (AOTInductor), .pte (ExecuTorch), .tflite (LiteRT) or "
+        ".mlpackage (Core ML)",
     )
     parser.add_argument("--batch", default="dynamic", metavar="dynamic|N", help="images of a call (default: dynamic)")
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""Files of detectors for ONNX and OpenVINO, and compiled packages: graph, metadata, comparison with torch, loading."""
+"""Files of detectors: ONNX, OpenVINO, compiled packages, phones; metadata, comparison with torch, loading."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from typing import Any
 import torch
 
 from detr_bf.common.errors import InputError
-from detr_bf.common.files import atomic_write, check_output_file, file_sha256
+from detr_bf.common.files import UNFINISHED, atomic_write, check_output_file, file_sha256
 from detr_bf.common.structures import Batch
-from detr_bf.common.text import printable
+from detr_bf.common.text import listed, printable
 from detr_bf.export.graph import (
+    COREML_SUFFIX,
     EXAMPLE_SIDE,
     FILE_SUFFIXES,
+    MOBILE_SUFFIXES,
     ONNX_FORMAT,
     ONNX_SUFFIX,
     OPENVINO_SUFFIX,
@@ -43,6 +45,7 @@ from detr_bf.export.graph import (
     write_openvino,
     write_package,
 )
+from detr_bf.export.mobile import check_mobile, mobile_file
 from detr_bf.export.parity import (
     COMPARED_BATCH,
     TOLERANCES,
@@ -126,25 +129,28 @@ def export_detector(
     evaluate: Callable[[Path], Mapping[str, Any]] | None = None,
     device: str = "cpu",
 ) -> list[Comparison]:
-    """Write an ONNX file, an OpenVINO file or a compiled package after comparing its outputs with those of torch.
+    """Write a file after comparing its outputs with those of torch.
 
     Args:
-        path: new file ``.onnx``, ``.xml`` (OpenVINO, with the weights in ``.bin``) or ``.pt2`` (AOTInductor).
+        path: new file ``.onnx``, ``.xml`` (OpenVINO, with the weights in ``.bin``), ``.pt2`` (AOTInductor), ``.pte``
+            (ExecuTorch), ``.tflite`` (LiteRT), or folder ``.mlpackage`` (Core ML), which is not compared.
         images: to compare with, each with its reference if the detector reads references in evaluation, else None.
         source: short description of the images, for the metadata.
-        precision: one of ``EXPORT_PRECISIONS``, of packages float32. The outputs of others only have to be finite.
+        precision: one of ``EXPORT_PRECISIONS``, of packages and mobile files float32. The outputs of others only have
+            to be finite.
         calibration: such pairs, with which the activations of int8 are measured; read one after the other.
         evaluate: called with the unfinished file, which :func:`detr_bf.load` reads; its result is metadata ``ap``.
         device: ``cpu``, or ``cuda`` for a package that computes on a GPU.
 
     Raises:
         InputError: a Python package is missing, the file exists or cannot be written, the images of a batch attend to
-            each other, the graph does not allow the form, the detector cannot be quantised or compiled, or a reference
-            is missing, is not read or has another size than its image.
+            each other, the graph does not allow the form, the detector cannot be quantised, compiled or expressed in
+            the format, or a reference is missing, is not read or has another size than its image.
         ParityError: an output is beyond its tolerance or not finite, or references have no effect; nothing is written.
     """
     settings = exported.config["data"]["transforms"]
-    if form.size is None and settings["square"] and (path.suffix == PACKAGE_SUFFIX or pads_by_size(exported.model)):
+    is_fixed = path.suffix in (PACKAGE_SUFFIX, *MOBILE_SUFFIXES) or pads_by_size(exported.model)
+    if form.size is None and settings["square"] and is_fixed:
         form = replace(form, size=(settings["square"],) * 2)
         logger.info("the size of the images is fixed: the squares of the training, %d pixels", settings["square"])
     _check_possible(path, form, precision, device)
@@ -154,25 +160,42 @@ def export_detector(
     batches = list(compared_batches(images, transform, form, settings["square"]))
     metadata = {**file_metadata(exported, form, license), "reads_references": graph.reads_references}
     metadata["precision"] = precision
-    padded, short_side = form.pads(settings["square"]), settings["square"] or settings["eval_short_side"]
     given = (Batch.collate([pair_sample(transform, pair, index)]) for index, pair in enumerate(calibration))
     with tempfile.TemporaryDirectory() as folder:
-        if path.suffix == PACKAGE_SUFFIX:
-            save = _package(graph, form, Path(folder), padded=padded, device=device)
-        else:
-            save = _onnx(path, graph, form, metadata, given, padded=padded, short_side=short_side)
+        save = _converted(path, graph, form, metadata, given, Path(folder), settings, device)
         draft = Path(folder) / f"draft{path.suffix}"
         save(draft, metadata)
         tolerances = TOLERANCES if precision == "float32" else None
-        compared = compare_outputs(graph, draft, batches, tolerances)
+        compared = [] if path.suffix == COREML_SUFFIX else compare_outputs(graph, draft, batches, tolerances)
         if refusal := parity_refusal(path, compared):
             raise ParityError(refusal)
-        metadata["parity"] = {"images": source, "tolerances": tolerances, "batches": [each.values for each in compared]}
+        values = [each.values for each in compared]
+        metadata["parity"] = {"images": source, "tolerances": tolerances, "batches": values} if compared else None
         save(draft, metadata)
         if evaluate is not None:
             save(draft, {**metadata, "ap": evaluate(draft)})
         _place(draft, path)
     return compared
+
+
+def _converted(
+    path: Path,
+    graph: ExportGraph,
+    form: ExportSignature,
+    metadata: Mapping[str, Any],
+    calibration: Iterable[Batch],
+    folder: Path,
+    settings: Mapping[str, Any],
+    device: str,
+) -> Save:
+    """Return a function that writes the graph in the format of ``path``; a package is compiled in ``folder``."""
+    padded = form.pads(settings["square"])
+    if path.suffix == PACKAGE_SUFFIX:
+        return _package(graph, form, folder, padded=padded, device=device)
+    if path.suffix in MOBILE_SUFFIXES:
+        return mobile_file(path.suffix, graph, form, padded=padded)
+    short_side = settings["square"] or settings["eval_short_side"]
+    return _onnx(path, graph, form, metadata, calibration, padded=padded, short_side=short_side)
 
 
 def _check_references(images: Sequence[ImagePair], reads_references: bool) -> None:
@@ -184,6 +207,11 @@ def _check_references(images: Sequence[ImagePair], reads_references: bool) -> No
 
 def _place(draft: Path, path: Path) -> None:
     """Copy the files of an export; none is left if one fails."""
+    if draft.is_dir():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=UNFINISHED, dir=path.parent) as folder:
+            shutil.copytree(draft, Path(folder) / path.name).rename(path)
+        return
     placed: list[Path] = []
     try:
         with atomic_write(path) as temporary:
@@ -284,9 +312,12 @@ def _check_possible(path: Path, form: ExportSignature, precision: str, device: s
     if path.suffix not in FILE_SUFFIXES:
         raise InputError(
             f"{printable(path)}: the name of an ONNX file ends in {ONNX_SUFFIX}, that of an OpenVINO file in "
-            f"{OPENVINO_SUFFIX}, that of a compiled package in {PACKAGE_SUFFIX}"
+            f"{OPENVINO_SUFFIX}, that of a compiled package in {PACKAGE_SUFFIX}, those for phones in "
+            f"{listed(MOBILE_SUFFIXES)}"
         )
-    if path.suffix != PACKAGE_SUFFIX:
+    if path.suffix in MOBILE_SUFFIXES:
+        check_mobile(path.suffix, form, precision, device)
+    elif path.suffix != PACKAGE_SUFFIX:
         for name in ("onnx", "onnxscript", "onnxruntime"):
             imported(name)
         if path.suffix == OPENVINO_SUFFIX:

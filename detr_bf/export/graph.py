@@ -42,7 +42,9 @@ from detr_bf.losses.postprocess import Postprocess
 from detr_bf.ops.library import reference_operators
 
 ONNX_FORMAT = "detr_bf onnx 1"
-ONNX_SUFFIX, PACKAGE_SUFFIX, OPENVINO_SUFFIX = FILE_SUFFIXES = (".onnx", ".pt2", ".xml")
+ONNX_SUFFIX, PACKAGE_SUFFIX, OPENVINO_SUFFIX = ".onnx", ".pt2", ".xml"
+EXECUTORCH_SUFFIX, LITERT_SUFFIX, COREML_SUFFIX = MOBILE_SUFFIXES = (".pte", ".tflite", ".mlpackage")
+FILE_SUFFIXES = (ONNX_SUFFIX, PACKAGE_SUFFIX, OPENVINO_SUFFIX, *MOBILE_SUFFIXES)
 WEIGHTS_SUFFIX = ".bin"  # of the weights beside an OpenVINO file, which has the graph
 LEAST_SIDE = 32  # pixels of a fixed size
 OPSET = 20
@@ -51,7 +53,15 @@ PACKAGE_FORMAT = "detr_bf package 1"
 OPENVINO_FORMAT = "detr_bf openvino 1"
 OPENVINO_METADATA = ["detr_bf", "metadata"]  # path of a JSON object in the runtime information of an OpenVINO file
 PACKAGE_METADATA = "extra/detr_bf.json"  # within a package, below its folder; torch calls such files extra files
+MOBILE_FORMATS = {
+    EXECUTORCH_SUFFIX: "detr_bf executorch 1",
+    LITERT_SUFFIX: "detr_bf litert 1",
+    COREML_SUFFIX: "detr_bf coreml 1",
+}
+MOBILE_METADATA = "detr_bf.json"  # member of the ZIP archive at the end of a .pte or .tflite file
 INDUCTOR_CACHE = "TORCHINDUCTOR_CACHE_DIR"  # environment variable of torch
+_MOBILE_PACKAGES = ("executorch", "litert-torch", "ai-edge-litert", "coremltools")
+_TALKATIVE = ("torch.onnx", "onnxscript", "onnx_ir", "coremltools", "torch.utils._pytree")  # loggers
 EXAMPLE_SIDE = 256  # least pixels of the shorter side of the images that the graph is traced with
 
 
@@ -203,12 +213,13 @@ class ExportGraph(nn.Module):
         return scores * is_kept
 
 
-def imported(name: str) -> Any:
-    """Return a package of the extra ``export`` (InputError: it is not installed)."""
+def imported(name: str, files: str = "ONNX files", extra: str = "export") -> Any:
+    """Return a module of an extra, which ``files`` need (InputError: it is not installed)."""
     try:
         return import_module(name)
     except ImportError as error:
-        raise InputError(f"ONNX files need the package {name}: pip install 'detr_bf[export]'") from error
+        package = name.partition(".")[0]
+        raise InputError(f"{files} need the package {package}: pip install 'detr_bf[{extra}]'") from error
 
 
 def imported_openvino() -> Any:
@@ -289,11 +300,13 @@ def traced(
     pixel_format: PixelFormat = RGB,
     short_side: int = EXAMPLE_SIDE,
     device: torch.device | None = None,
+    pixels: torch.dtype | None = None,
 ) -> torch.export.ExportedProgram:
     """Return the graph as a program, traced with images of the size of the form or, if that is open, of another one.
 
     Args:
         short_side: pixels of the shorter side of the images if the size is open.
+        pixels: type of the images, whose values are 0 to 255; None: that of the pixel format.
 
     Raises:
         InputError: a part of the detector has a fixed size.
@@ -305,14 +318,14 @@ def traced(
         )
     height, width = form.size or (short_side, short_side * 5 // 4)
     count = form.batch or 2
-    images = pixel_values(pixel_format.blank(height, width)).to(device).repeat(count, 1, 1, 1)
+    images = pixel_values(pixel_format.blank(height, width)).to(device, pixels).repeat(count, 1, 1, 1)
     sizes = torch.tensor([[height, width]] * count, device=device) if padded else None
     arguments = (images, sizes, images.clone()) if references else (images, sizes) if padded else (images,)
     dynamic = torch.export.Dim.DYNAMIC
     batch, sides = [0] if form.batch is None else [], [2, 3] if form.size is None else []
     of_images = dict.fromkeys([*batch, *sides], dynamic)
     shapes = (of_images, dict.fromkeys(batch, dynamic) if padded else None, of_images)
-    with torch.no_grad(), reference_operators(), _quiet():
+    with torch.no_grad(), reference_operators(), quiet_export():
         try:
             return torch.export.export(graph, arguments, dynamic_shapes=shapes[: len(arguments)], strict=False)
         except torch._dynamo.exc.UserError as error:
@@ -331,7 +344,7 @@ def onnx_model(
 ) -> Any:
     """Return a program of :func:`traced` as an ONNX model."""
     axes = {**({0: "batch"} if form.batch is None else {}), **({2: "height", 3: "width"} if form.size is None else {})}
-    with torch.no_grad(), reference_operators(), _quiet():
+    with torch.no_grad(), reference_operators(), quiet_export():
         converted = torch.onnx.export(
             program,
             dynamo=True,
@@ -404,7 +417,7 @@ def compile_package(program: torch.export.ExportedProgram, folder: Path) -> Path
     before = os.environ.get(INDUCTOR_CACHE)
     os.environ[INDUCTOR_CACHE] = str(folder / "cache")  # its files are as large as the package
     try:
-        with torch.no_grad(), _quiet():
+        with torch.no_grad(), quiet_export():
             torch._inductor.aoti_compile_and_package(
                 program,
                 package_path=str(folder / "compiled.pt2"),
@@ -433,9 +446,9 @@ def write_package(compiled: Path, path: Path, metadata: Mapping[str, Any]) -> No
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Leave out the warnings of torch.onnx about itself."""
-    levels = {name: logging.getLogger(name).level for name in ("torch.onnx", "onnxscript", "onnx_ir")}
+def quiet_export() -> Iterator[None]:
+    """Leave out the warnings of exporters about themselves."""
+    levels = {name: logging.getLogger(name).level for name in _TALKATIVE}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -463,8 +476,8 @@ def file_metadata(exported: Exported, form: ExportSignature, license: str | None
         resize["multiple_of"] = size_divisor(exported.transform)
     softmax = isinstance(exported.postprocess.classification, CrossEntropy)
     versions = {}
-    for name in ("detr_bf", "torch", "onnx", "onnxscript", "onnxruntime", "openvino"):
-        with suppress(PackageNotFoundError):  # a package needs none of them; onnxruntime-gpu has another name
+    for name in ("detr_bf", "torch", "onnx", "onnxscript", "onnxruntime", "openvino", *_MOBILE_PACKAGES):
+        with suppress(PackageNotFoundError):  # no format needs all of them; onnxruntime-gpu has another name
             versions[name] = version(name)
     return {
         "form": asdict(form),

@@ -23,7 +23,7 @@ from detr_bf.data.images import RGB, PixelFormat, pixel_values
 from detr_bf.data.references import other_size
 from detr_bf.data.transforms import SampleTransform, eval_sample
 from detr_bf.export.graph import ONNX_SUFFIX, OPENVINO_SUFFIX, ExportGraph, ExportSignature, imported
-from detr_bf.export.runtime import FileDetector, OnnxDetector, OpenVinoDetector, PackageDetector
+from detr_bf.export.runtime import FileDetector, OnnxDetector, OpenVinoDetector, file_detector
 
 logger = logging.getLogger(__name__)
 
@@ -142,7 +142,7 @@ def compare_outputs(
         runtime = OnnxDetector(content, str(path))
     else:
         is_openvino = path.suffix == OPENVINO_SUFFIX
-        runtime = OpenVinoDetector(path, with_selections=True) if is_openvino else PackageDetector(path)
+        runtime = OpenVinoDetector(path, with_selections=True) if is_openvino else file_detector(path)
         selections = [name for name in runtime.names if name not in graph.names]
     compared, refused = [], None
     for batch in batches:
@@ -240,7 +240,7 @@ def parity_refusal(path: Path, compared: Sequence[Comparison]) -> str | None:
     """
     names = sorted({name for each in compared for name in each.beyond})
     if not names:
-        if compared[0].reference_effect is None or any(each.reference_effect for each in compared):
+        if not compared or compared[0].reference_effect is None or any(each.reference_effect for each in compared):
             return None
         return (
             f"the detector reads references, but they change no output of the file; {printable(path)} was not written. "

@@ -1,16 +1,19 @@
-"""Detectors of exported files: those of ONNX, of OpenVINO, and packages compiled by AOTInductor.
+"""Detectors of exported files: ONNX, OpenVINO, ExecuTorch, LiteRT, and packages compiled by AOTInductor.
 
 Shape legend: B images, H x W pixels of the padded batch, Q queries, h x w cells of a mask.
 """
 
 from __future__ import annotations
 
+import hashlib
+import io
 import json
 import platform
 import sys
+import threading
 import zipfile
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import repeat
 from pathlib import Path
@@ -26,7 +29,12 @@ from detr_bf.common.masks import Masks
 from detr_bf.common.structures import Batch, Outputs
 from detr_bf.common.text import printable
 from detr_bf.export.graph import (
+    COREML_SUFFIX,
+    EXECUTORCH_SUFFIX,
+    LITERT_SUFFIX,
     MAX_BYTES,
+    MOBILE_FORMATS,
+    MOBILE_METADATA,
     ONNX_FORMAT,
     OPENVINO_FORMAT,
     OPENVINO_METADATA,
@@ -38,6 +46,7 @@ from detr_bf.export.graph import (
     ExportSignature,
     imported,
     imported_openvino,
+    quiet_export,
 )
 from detr_bf.transformer import unpadded
 
@@ -348,19 +357,113 @@ def package_metadata(path: Path) -> dict[str, Any]:
             if (damaged := archive.testzip()) is not None:  # torch does not compare check sums
                 raise ValueError(f"{damaged} is damaged")
             (entry,) = (each for each in archive.infolist() if each.filename.endswith(f"/{PACKAGE_METADATA}"))
-            with archive.open(entry) as member:
-                content = member.read(MAX_METADATA + 1)
-        if len(content) > MAX_METADATA:
-            raise ValueError("its metadata are too large")
-        values: dict[str, Any] = json.loads(content)
-        if values["format"] != PACKAGE_FORMAT:
-            raise ValueError(f"its format is {values['format']}")
+            return _member(archive, entry, PACKAGE_FORMAT)
     except Exception as error:  # zipfile and json have many classes of exceptions for damaged content
         raise InputError(
             f"{printable(path)} is damaged or not of the form '{PACKAGE_FORMAT}' ({printable(error, 200)}): use "
             "another copy, or write it with 'detr-bf export'"
         ) from error
+
+
+def _member(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, form: str) -> dict[str, Any]:
+    """Return the metadata in a member of an archive (ValueError: they are too large, or of another form)."""
+    with archive.open(entry) as member:
+        content = member.read(MAX_METADATA + 1)
+    if len(content) > MAX_METADATA:
+        raise ValueError("its metadata are too large")
+    values: dict[str, Any] = json.loads(content)
+    if values["format"] != form:
+        raise ValueError(f"its format is {values['format']}")
     return values
+
+
+class MobileDetector(FileDetector):
+    """Detector of a file for phones, computed on this CPU, by one thread at a time.
+
+    Raises:
+        InputError: the package of the runtime is not installed, or the file is damaged or was not written by this
+            package.
+    """
+
+    def __init__(self, path: Path) -> None:
+        program, metadata = mobile_program(path)
+        source = printable(path)
+        with _damaged(source):
+            names, padded = [str(name) for name in metadata["outputs"]], bool(metadata["padded"])
+        super().__init__(source, metadata, names, padded=padded)
+        self.lock = threading.Lock()
+        try:
+            self._open(program)
+        except InputError:
+            raise
+        except Exception as error:  # both runtimes raise RuntimeError, ValueError and others
+            raise InputError(f"{source} cannot be read by {self.engine}: {printable(error, 500)}") from error
+
+    @abstractmethod
+    def _open(self, program: bytes) -> None:
+        """Load the program."""
+
+
+class ExecutorchDetector(MobileDetector):
+    """Detector that ExecuTorch computes, with XNNPACK."""
+
+    kind, engine = "ExecuTorch files", "ExecuTorch"
+
+    def _open(self, program: bytes) -> None:
+        with quiet_export():
+            runtime = imported("executorch.runtime", self.kind, "executorch")
+            library = imported("executorch.extension.pybindings.portable_lib", self.kind, "executorch")
+        if library._threadpool_get_thread_count() != torch.get_num_threads():
+            library._unsafe_reset_threadpool(torch.get_num_threads())
+        self.program = runtime.Runtime.get().load_program(program)  # the method does not keep its memory
+        self.method = self.program.load_method("forward")
+
+    def _compute(self, feeds: Mapping[str, Tensor]) -> list[Tensor]:
+        with self.lock:
+            return list(self.method.execute(list(feeds.values())))
+
+
+class LiteRTDetector(MobileDetector):
+    """Detector that LiteRT computes."""
+
+    kind, engine = "LiteRT files", "LiteRT"
+
+    def _open(self, program: bytes) -> None:
+        interpreter = imported("ai_edge_litert.interpreter", self.kind, "litert")
+        self.interpreter = interpreter.Interpreter(model_content=program, num_threads=torch.get_num_threads())
+        self.runner = self.interpreter.get_signature_runner()
+        self.types = {name: each["dtype"] for name, each in self.runner.get_input_details().items()}
+
+    def _compute(self, feeds: Mapping[str, Tensor]) -> list[Tensor]:
+        with self.lock:
+            given = {name: value.numpy().astype(self.types[name]) for name, value in feeds.items()}
+            found = self.runner(**given)
+        values = [torch.from_numpy(found[name]) for name in self.names]
+        return [value if value.is_floating_point() else value.long() for value in values]
+
+
+def mobile_program(path: Path) -> tuple[bytes, dict[str, Any]]:
+    """Return the program and the metadata of a file ``.pte`` or ``.tflite``.
+
+    Raises:
+        InputError: it cannot be read, is damaged or was not written by this package.
+    """
+    readable_file(path)
+    form = MOBILE_FORMATS[path.suffix]
+    try:
+        content = read_regular(path, MAX_BYTES)
+        with zipfile.ZipFile(io.BytesIO(content)) as archive:
+            (entry,) = (each for each in archive.infolist() if each.filename == MOBILE_METADATA)
+            metadata = _member(archive, entry, form)
+        program = content[: entry.header_offset]
+        if hashlib.sha256(program).hexdigest() != metadata["program"]:
+            raise ValueError("its program is not the one that was written")
+    except Exception as error:  # zipfile and json have many classes of exceptions for damaged content
+        raise InputError(
+            f"{printable(path)} is damaged or not of the form '{form}' ({printable(error, 200)}): use another copy, or "
+            "write it with 'detr-bf export'"
+        ) from error
+    return program, metadata
 
 
 def machine_features() -> dict[str, Any]:
@@ -375,11 +478,20 @@ def file_detector(path: Path) -> FileDetector:
     Raises:
         InputError: it cannot be read, or see the classes of detectors.
     """
+    if path.suffix == COREML_SUFFIX:
+        raise InputError(
+            f"{printable(path)}: Core ML files are computed by macOS and iOS, not here: give the run, or a file of "
+            "another format"
+        )
     detector: FileDetector
-    if path.suffix == PACKAGE_SUFFIX:
-        detector = PackageDetector(path)
-    elif path.suffix == OPENVINO_SUFFIX:
-        detector = OpenVinoDetector(path)
+    kinds: dict[str, Callable[[Path], FileDetector]] = {
+        PACKAGE_SUFFIX: PackageDetector,
+        OPENVINO_SUFFIX: OpenVinoDetector,
+        EXECUTORCH_SUFFIX: ExecutorchDetector,
+        LITERT_SUFFIX: LiteRTDetector,
+    }
+    if path.suffix in kinds:
+        detector = kinds[path.suffix](path)
     else:
         try:
             content = read_regular(path, MAX_BYTES)

@@ -117,8 +117,9 @@ def load(path: str | Path, device: str = "auto", overrides: Sequence[str] = ()) 
     It is in evaluation mode. ``path`` may also be a name of :func:`detr_bf.list_weights`, whose file is downloaded
     once; the detector then has the classes of COCO. It may be ``hf://user/name`` or ``hf://user/name@revision``: a
     folder on the Hugging Face Hub that :meth:`Predictor.save` or transformers wrote; they are also read from disk. A
-    file ``.onnx`` of :meth:`Predictor.export` is computed by onnxruntime, ``.xml`` by OpenVINO, both on the CPU; a
-    package ``.pt2`` contains machine code, which runs: open only packages of a source that you trust.
+    file ``.onnx`` of :meth:`Predictor.export` is computed by onnxruntime, ``.xml`` by OpenVINO, ``.pte`` by ExecuTorch
+    and ``.tflite`` by LiteRT, all on the CPU; a package ``.pt2`` contains machine code, which runs: open only packages
+    of a source that you trust.
 
     Args:
         overrides: settings of detections that win over those of the run, such as ``["eval.nms=0.7"]``; see

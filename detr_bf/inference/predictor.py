@@ -442,12 +442,12 @@ class Predictor:
         evaluate: Callable[[Path], Mapping[str, Any]] | None = None,
         device: str = "cpu",
     ) -> list[Comparison]:
-        """Write a file for ONNX or OpenVINO or a compiled package after comparing its outputs with torch's.
+        """Write a file for another program, or a compiled package, after comparing its outputs with torch's.
 
-        :func:`detr_bf.load` reads it, see docs/export.md. Extras: ``export``, for OpenVINO ``export,openvino``.
+        :func:`detr_bf.load` reads it. docs/export.md names the extra of each format.
 
         Args:
-            path: new file ``.onnx``, ``.xml`` (OpenVINO, with the weights in ``.bin``) or ``.pt2`` (AOTInductor).
+            path: new file; its suffix is the format, see :func:`detr_bf.export.export_detector`.
             batch, size: number of images, and height and width of the padded images; None: any.
             postprocess: the outputs are detections instead of logits.
             images, references: images to compare with, by default synthetic, and their references, if these are read.
