@@ -333,6 +333,7 @@ def _check_possible(path: Path, form: ExportSignature, precision: str, device: s
     if device == "cuda" and not torch.cuda.is_available():
         raise InputError("device=cuda: torch finds no GPU to compile for and to compare the outputs on")
     for file in file_names(path):
-        check_output_file(file, "output")
+        if path.suffix != COREML_SUFFIX or not file.is_dir():  # Core ML's files are folders
+            check_output_file(file, "output")
         if file.exists() or file.is_symlink():
             raise InputError(f"{printable(file)} exists: give another name, or remove it")
