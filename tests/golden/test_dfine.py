@@ -177,8 +177,8 @@ def test_losses_and_matchings(dfine_case: Case, model: Detector, run: str, monke
     expected = dfine_case.below(f"{run}.out.loss.")
     for name in set(found) - set(expected):
         assert found.pop(name) == 0, name
-    assert_all_close(found, expected)
-    assert_close(report.total, dfine_case.tensors[f"{run}.out.weighted_total"])
+    assert_all_close(found, expected, 2e-5)  # 1.1e-5 on an Intel Xeon, below 1e-5 on AMD EPYC
+    assert_close(report.total, dfine_case.tensors[f"{run}.out.weighted_total"], 2e-5)
     assert_matchings(dfine_case, run, outputs, targets)
 
 

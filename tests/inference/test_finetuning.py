@@ -337,6 +337,7 @@ def test_the_experiment_has_the_settings_that_finetune_chooses(
     experiment = read_experiment(packaged_experiments()[name])
     images = {"finetune_bccd": 292, "finetune_cards": 296}[name]
     monkeypatch.setattr(finetuning, "_train_images", lambda config: images)
+    monkeypatch.setattr(finetuning, "stored_channels", lambda config, names: [])
     for arm, config in experiment.configs.items():
         if arm.startswith("recipe"):
             continue
