@@ -43,7 +43,7 @@ from detr_bf.engine import (
 from detr_bf.engine.checkpoint import stored_classes
 from detr_bf.export.sharing import WEIGHTS as SHARED_WEIGHTS
 from detr_bf.export.sharing import is_shared, load_shared
-from detr_bf.interop.published import find_weights, is_transformers_folder, published
+from detr_bf.interop.published import find_weights, is_transformers_folder, published, published_source
 
 logger = logging.getLogger(__name__)
 
@@ -455,7 +455,7 @@ def _normalization(
     data: DataConfig, folder: Path, names: Sequence[str], init_from: str | None
 ) -> tuple[list[float], list[float]]:
     """Return ``mean`` and ``std``, see :func:`choose_normalization`."""
-    before = _normalized_data(init_from) if init_from else None
+    before = _normalized_data(init_from) if init_from and not published_source(init_from) else None
     if before and (data.channels, data.depth) == (before.channels, before.depth):
         text = "channels are normalised by data.mean=%s and data.std=%s of init_from=%s"
         logger.info(text, before.mean, before.std, init_from)
